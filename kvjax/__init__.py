@@ -1,0 +1,1 @@
+"""KV-cache memory pools for JAX, updated in place."""

@@ -1,0 +1,232 @@
+"""How many rows, pages and bytes a pool has. Standard library only."""
+
+import abc
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+from kvjax.errors import GeometryError
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a storage dtype given as a string or as NumPy, JAX or torch spell it.
+
+    Raises:
+      GeometryError: a pool cannot store that dtype.
+    """
+    if isinstance(dtype, str):
+        name = dtype
+    else:
+        named = getattr(dtype, "dtype", dtype)
+        name = getattr(named, "name", None) or getattr(named, "__name__", None) or str(named)
+    name = name.removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise GeometryError(f"{dtype=} cannot be stored in a pool; allowed: {sorted(DTYPE_BYTES)}")
+    return name
+
+
+def _require_positive(**sizes: Any) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise GeometryError(f"{name}={value!r} must be an integer of at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRange:
+    """The model's layers that a pool holds: ``start`` up to, not including, ``stop``."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("stop", self.stop)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise GeometryError(f"layers: {name}={value!r} must be an integer")
+        if not 0 <= self.start < self.stop:
+            raise GeometryError(
+                f"layers {self.start}..{self.stop} are empty or negative; need 0 <= start < stop"
+            )
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def local(self, layer_id: Any) -> Any:
+        """The position of a model layer in this pool.
+
+        A plain integer outside the range raises; a traced one cannot be looked at, and a position
+        outside the pool is one whose rows are not there: written nowhere, read as zeros.
+
+        Raises:
+          GeometryError: ``layer_id`` is a plain integer that is not in this range.
+        """
+        if isinstance(layer_id, numbers.Integral) and not self.start <= layer_id < self.stop:
+            raise GeometryError(f"{layer_id=} is not on this rank, which holds layers {self}")
+        return layer_id - self.start
+
+    def __str__(self) -> str:
+        return f"{self.start}..{self.stop - 1}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaneSpec:
+    """One stacked array of a pool, without its ``[layers, rows]`` in front."""
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one slot in one layer."""
+        return math.prod(self.row_shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry(abc.ABC):
+    """What every kind of pool has: slots in pages, for a range of layers.
+
+    Attributes:
+      num_slots: tokens the pool can hold, a multiple of ``page_size``; the padding page is extra.
+      page_size: slots a page.
+      layers: a ``LayerRange``, or a number of layers counted from 0.
+    """
+
+    num_slots: int
+    page_size: int
+    layers: LayerRange
+
+    def __post_init__(self) -> None:
+        _require_positive(num_slots=self.num_slots, page_size=self.page_size)
+        if self.num_slots % self.page_size:
+            raise GeometryError(
+                f"num_slots={self.num_slots} is not a multiple of page_size={self.page_size}; "
+                f"the nearest below is {self.num_slots // self.page_size * self.page_size}"
+            )
+        if self.num_rows > 2**31 - 1:
+            raise GeometryError(f"num_slots={self.num_slots} does not fit int32 slot numbers")
+        if isinstance(self.layers, int):
+            _require_positive(layers=self.layers)
+            object.__setattr__(self, "layers", LayerRange(0, self.layers))
+        elif not isinstance(self.layers, LayerRange):
+            raise GeometryError(f"layers={self.layers!r} must be a number or a LayerRange")
+
+    @property
+    @abc.abstractmethod
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """The pool's arrays, in the order of the pool's fields."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that can be handed out (the padding page is not one)."""
+        return self.num_slots // self.page_size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows a layer of a plane has: the slots and, in front of them, the padding page."""
+        return self.num_slots + self.page_size
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that is there; those below are the padding page."""
+        return self.page_size
+
+    @property
+    def bytes_per_token_per_layer(self) -> int:
+        """Bytes of one token in one layer, all planes."""
+        return sum(plane.row_bytes for plane in self.planes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token, all planes and all layers of this pool."""
+        return self.bytes_per_token_per_layer * len(self.layers)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page, all planes and all layers of this pool."""
+        return self.bytes_per_token * self.page_size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole pool, padding page included."""
+        return self.bytes_per_token * self.num_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class MHAGeometry(Geometry):
+    """Keys and values of multi-head, grouped-query or multi-query attention.
+
+    ``num_kv_heads`` is the number this pool stores. ``v_head_dim`` and ``v_dtype`` are those of K
+    unless given.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    v_head_dim: int | None = None
+    v_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        _require_positive(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, v_head_dim=self.v_head_dim
+        )
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        v_dtype = self.dtype if self.v_dtype is None else dtype_name(self.v_dtype)
+        object.__setattr__(self, "v_dtype", v_dtype)
+
+    @property
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        assert self.v_head_dim is not None and self.v_dtype is not None
+        return (
+            PlaneSpec("k", (self.num_kv_heads, self.head_dim), self.dtype),
+            PlaneSpec("v", (self.num_kv_heads, self.v_head_dim), self.v_dtype),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAGeometry(Geometry):
+    """Latent rows of multi-head latent attention: ``latent_dim`` values, then ``rope_dim``.
+
+    ``rope_dim`` may be 0, for models whose latent carries no separate rope part.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(latent_dim=self.latent_dim)
+        if self.rope_dim != 0:
+            _require_positive(rope_dim=self.rope_dim)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+
+    @property
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        return (PlaneSpec("rows", (1, self.latent_dim + self.rope_dim), self.dtype),)
+
+
+def fit[G: Geometry](geometry: G, budget_bytes: int) -> G:
+    """``geometry`` with as many slots as ``budget_bytes`` bytes hold, padding page included.
+
+    Raises:
+      GeometryError: not even one page fits beside the padding page.
+    """
+    pages = budget_bytes // geometry.bytes_per_page - 1
+    if pages < 1:
+        raise GeometryError(
+            f"{budget_bytes=} holds no page beside the padding page; "
+            f"the smallest pool takes {2 * geometry.bytes_per_page} bytes"
+        )
+    return dataclasses.replace(geometry, num_slots=pages * geometry.page_size)
