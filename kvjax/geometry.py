@@ -23,12 +23,13 @@ def dtype_name(dtype: Any) -> str:
     Raises:
       GeometryError: a pool cannot store that dtype.
     """
-    if isinstance(dtype, str):
-        name = dtype
-    else:
-        named = getattr(dtype, "dtype", dtype)
-        name = getattr(named, "name", None) or getattr(named, "__name__", None) or str(named)
-    name = name.removeprefix("torch.")
+    spellings = (
+        dtype,
+        getattr(dtype, "name", None),
+        getattr(getattr(dtype, "dtype", None), "name", None),
+        getattr(dtype, "__name__", None),
+    )
+    name = next((s for s in spellings if isinstance(s, str)), str(dtype)).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise GeometryError(f"{dtype=} cannot be stored in a pool; allowed: {sorted(DTYPE_BYTES)}")
     return name
