@@ -1,1 +1,38 @@
-"""KV-cache memory pools for JAX, updated in place."""
+"""KV-cache memory pools for JAX, updated in place.
+
+Names load on first use (PEP 562): ``import kvjax`` and ``import kvjax.geometry`` load neither JAX
+nor NumPy. ``__init__.pyi`` says the same to type checkers and editors.
+"""
+
+from typing import Any
+
+# Not lazy: the function has to replace the submodule of that name for good, and the import system
+# binds a submodule to its package only once, when it first loads it.
+from kvjax.checks import checks
+
+_NAMES = {
+    "kvjax.allocators": "PageAllocator SlotAllocator",
+    "kvjax.errors": "GeometryError UnsupportedError",
+    "kvjax.geometry": "LayerRange MHAGeometry MLAGeometry",
+    "kvjax.pools": "mha mla",
+    "kvjax.pools.planes": "copy_pages copy_rows create fork gather layer move page_view"
+    " scatter scatter_layer zero",
+    "kvjax.request_table": "RequestTable",
+    "kvjax.transfer": "buffer_infos offload restore",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = ["checks", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # What `from module import name` does, submodules included.
+    value = getattr(__import__(_HOMES[name], fromlist=[name]), name)
+    globals()[name] = value  # the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
