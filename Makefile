@@ -1,0 +1,73 @@
+# Everything a newcomer or CI runs; `make help` lists it.
+#
+# PYTHON=path    the Python to build the environment with; found by itself when not given
+# VENV=folder    where the environment is; empty to use PYTHON as it is, installing nothing
+# JAX='jax==…'   which JAX goes into the environment; the newest when not given
+
+SHELL := bash
+PYTHON ?=
+VENV ?= .venv
+JAX ?= jax
+
+# A request trace for the demo. When there is none, it generates a workload.
+TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
+DEMO_OPTIONS ?= --plot demo.png
+
+ifeq ($(strip $(VENV)),)
+python := $(or $(PYTHON),python3)
+with =
+else
+python := $(VENV)/bin/python
+with = $(VENV)/.with-$(1)
+endif
+
+.PHONY: help demo test slow lint format bench gpu-test clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(call with,plot) ## replay a request trace through a KV cache and verify it (TRACE=file)
+	@$(python) -m kvjax replay $(TRACE) $(DEMO_OPTIONS)
+
+test: $(call with,test) ## every test but the slow ones; GPU tests skip without a GPU
+	@$(python) -m pytest -q -m "not slow" $(PYTEST_OPTIONS)
+
+slow: $(call with,test) ## the slow tests
+	@$(python) -m pytest -q -m slow $(PYTEST_OPTIONS) || test $$? -eq 5 # 5: there are none
+
+lint: $(call with,test) ## formatting, lint rules, types
+	@$(python) -m ruff format --check .
+	@$(python) -m ruff check .
+	@$(python) -m pyright --pythonpath $(python)
+
+format: $(call with,test) ## rewrite what the formatter and ruff's safe fixes can
+	@$(python) -m ruff check --fix --exit-zero .
+	@$(python) -m ruff format .
+
+bench: $(call with,bench-cuda) ## GPU figures: each operation against the device's own copy speed
+	@$(python) -m benchmarks $(BENCH_OPTIONS)
+
+gpu-test: $(call with,test-cuda) ## the GPU tests (VENV= PYTHON=python3: in an environment you have)
+	@$(python) -m pytest -q -m gpu --require=gpu $(PYTEST_OPTIONS)
+
+clean: ## remove the environments and whatever else make made
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist demo.png
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+ifneq ($(strip $(VENV)),)
+comma := ,
+
+# One stamp for each set of extras. Installed again when pyproject.toml changes.
+$(VENV)/.with-%: pyproject.toml $(VENV)/.created
+	@echo "Installing kvjax[$(subst -,$(comma),$*)]; the first time, this downloads a few hundred MB:"
+	@set -o pipefail; $(python) -m pip install --disable-pip-version-check --progress-bar off \
+	    --editable '.[$(subst -,$(comma),$*)]' '$(JAX)' | \
+	    { grep --line-buffered -o 'Downloading [^ ]*whl ([^)]* MB)' || true; }
+	@touch $@
+
+$(VENV)/.created:
+	@python=$$(.ci/find-python $(PYTHON)) && echo "Setting up $(VENV) with $$python" && \
+	    "$$python" -m venv --clear $(VENV)
+	@touch $@
+endif
