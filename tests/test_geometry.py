@@ -1,0 +1,158 @@
+"""Sizes against numbers worked out by hand, and every refusal with what it has to name."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax.errors import GeometryError
+from kvjax.geometry import (
+    DTYPE_BYTES,
+    LayerRange,
+    MHAGeometry,
+    MLAGeometry,
+    PlaneSpec,
+    dtype_name,
+    fit,
+)
+
+MHA = MHAGeometry(
+    num_slots=48,
+    page_size=16,
+    layers=LayerRange(8, 12),
+    num_kv_heads=2,
+    head_dim=64,
+    dtype="float16",
+)
+MLA = MLAGeometry(
+    num_slots=48, page_size=1, layers=3, latent_dim=512, rope_dim=64, dtype="bfloat16"
+)
+GIB = 2**30
+
+
+def test_slots_pages_and_rows():
+    assert (MHA.num_pages, MHA.num_rows, MHA.first_slot) == (3, 64, 16)
+    assert (MLA.num_pages, MLA.num_rows, MLA.first_slot) == (48, 49, 1)
+
+
+def test_planes_and_bytes():
+    assert MHA.planes == (PlaneSpec("k", (2, 64), "float16"), PlaneSpec("v", (2, 64), "float16"))
+    assert MHA.bytes_per_token_per_layer == 2 * (2 * 64 * 2)
+    assert MHA.bytes_per_token == 4 * 512
+    assert MHA.bytes_per_page == 16 * 2048
+    assert MHA.bytes == 64 * 2048
+    assert MLA.planes == (PlaneSpec("rows", (1, 576), "bfloat16"),)
+    assert MLA.bytes_per_token_per_layer == 1152
+
+
+@pytest.mark.parametrize(
+    "geometry, bytes_per_token",
+    [  # what these models are known to take
+        (MHAGeometry(16, 16, 32, num_kv_heads=8, head_dim=128, dtype="bfloat16"), 131_072),
+        (MLAGeometry(64, 64, 61, latent_dim=512, rope_dim=64, dtype="bfloat16"), 70_272),
+    ],
+    ids=["Llama-3-8B", "DeepSeek-V3"],
+)
+def test_bytes_of_real_models(geometry, bytes_per_token):
+    assert geometry.bytes_per_token == bytes_per_token
+
+
+def test_v_is_like_k_unless_given():
+    assert (MHA.v_head_dim, MHA.v_dtype) == (64, "float16")
+    mixed = dataclasses.replace(MHA, v_head_dim=32, v_dtype="float8_e5m2")
+    assert mixed.planes[0] == MHA.planes[0]
+    assert mixed.planes[1] == PlaneSpec("v", (2, 32), "float8_e5m2")
+    assert mixed.bytes_per_token_per_layer == 2 * 64 * 2 + 2 * 32 * 1
+
+
+def test_mla_may_have_no_rope():
+    assert dataclasses.replace(MLA, rope_dim=0).planes == (PlaneSpec("rows", (1, 512), "bfloat16"),)
+
+
+def test_equal_geometries_hash_alike():
+    """They are static fields of pytrees, so jit compares them."""
+    same = dataclasses.replace(MLA, layers=LayerRange(0, 3), dtype=jnp.bfloat16)
+    assert same == MLA and hash(same) == hash(MLA)
+    assert same != dataclasses.replace(MLA, num_slots=49)
+
+
+@pytest.mark.parametrize("name", DTYPE_BYTES)
+def test_a_dtype_is_known_however_it_is_spelled(name):
+    class TorchDtype:
+        def __repr__(self):
+            return f"torch.{name}"
+
+    spellings = [name, jnp.dtype(name), getattr(jnp, name), jnp.zeros(1, name).dtype, TorchDtype()]
+    assert {dtype_name(spelling) for spelling in spellings} == {name}
+    assert DTYPE_BYTES[name] == jnp.dtype(name).itemsize
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", np.int32, float, None, "", "fp8"])
+def test_a_dtype_that_no_pool_stores_is_refused(dtype):
+    with pytest.raises(GeometryError, match=r"allowed: .*'bfloat16'"):
+        dtype_name(dtype)
+
+
+@pytest.mark.parametrize(
+    "base, change, message",
+    [
+        (MHA, {"num_slots": 47}, r"num_slots=47 is not a multiple of page_size=16; .* 32"),
+        (MHA, {"num_slots": 0}, "num_slots=0"),
+        (MHA, {"num_slots": -16}, "num_slots=-16"),
+        (MHA, {"num_slots": 48.0}, "num_slots=48.0"),
+        (MHA, {"num_slots": True, "page_size": 1}, "num_slots=True"),
+        (MHA, {"num_slots": 2**31}, "num_slots=2147483648 does not fit int32"),
+        (MHA, {"num_slots": 2**31 - 16}, "does not fit int32"),  # the padding page is too much
+        (MHA, {"page_size": 0}, "page_size=0"),
+        (MHA, {"layers": 0}, "layers=0"),
+        (MHA, {"layers": False}, "layers=False"),
+        (MHA, {"layers": None}, "layers=None"),
+        (MHA, {"layers": (0, 4)}, r"layers=\(0, 4\)"),
+        (MHA, {"num_kv_heads": 0}, "num_kv_heads=0"),
+        (MHA, {"head_dim": -1}, "head_dim=-1"),
+        (MHA, {"v_head_dim": 0}, "v_head_dim=0"),
+        (MHA, {"dtype": "int4"}, "int4"),
+        (MHA, {"v_dtype": "int4"}, "int4"),
+        (MLA, {"latent_dim": 0}, "latent_dim=0"),
+        (MLA, {"rope_dim": -1}, "rope_dim=-1"),
+        (MLA, {"rope_dim": None}, "rope_dim=None"),
+    ],
+    ids=repr,
+)
+def test_impossible_sizes_are_refused_by_name(base, change, message):
+    with pytest.raises(GeometryError, match=message):
+        dataclasses.replace(base, **change)
+
+
+def test_layer_range_translates_and_refuses():
+    layers = LayerRange(8, 12)
+    assert [layers.local(layer_id) for layer_id in range(8, 12)] == [0, 1, 2, 3]
+    assert (len(layers), str(layers)) == (4, "8..11")
+    for layer_id in (0, 7, 12, -1, np.int32(12)):
+        with pytest.raises(GeometryError, match=r"layer_id=.* holds layers 8\.\.11"):
+            layers.local(layer_id)
+
+
+def test_layer_range_leaves_traced_layers_alone():
+    assert LayerRange(8, 12).local(jnp.int32(20)) == 12
+
+
+@pytest.mark.parametrize("start, stop", [(0, 0), (3, 2), (-1, 2), (0.0, 2), (0, True), (None, 1)])
+def test_impossible_layer_ranges_are_refused(start, stop):
+    with pytest.raises(GeometryError, match="layers"):
+        LayerRange(start, stop)
+
+
+@pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
+@given(budget_bytes=st.integers(0, 4 * GIB))
+def test_fit_is_the_largest_that_fits(geometry, budget_bytes):
+    if budget_bytes < 2 * geometry.bytes_per_page:
+        with pytest.raises(GeometryError, match=f"{2 * geometry.bytes_per_page} bytes"):
+            fit(geometry, budget_bytes)
+        return
+    fitted = fit(geometry, budget_bytes)
+    assert fitted.bytes <= budget_bytes < fitted.bytes + geometry.bytes_per_page
+    assert fitted == dataclasses.replace(geometry, num_slots=fitted.num_slots)

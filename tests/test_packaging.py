@@ -1,0 +1,75 @@
+"""What a user meets first: imports cost nothing, every public name is there, the README runs."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvjax
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"jax", "jaxlib", "numpy", "torch"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The heavy packages that a fresh interpreter has loaded after a statement."""
+    script = f"{statement}\nimport sys\nprint(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return HEAVY.intersection(run.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["", ".errors", ".dispatch", ".checks", ".geometry", ".plan"])
+def test_importing_it_loads_nothing_heavy(module):
+    assert loaded_by(f"import kvjax{module}") == set()
+
+
+def test_the_light_names_load_nothing_heavy():
+    assert loaded_by("from kvjax import MHAGeometry, GeometryError, LayerRange, checks") == set()
+
+
+def test_loading_something_heavy_would_be_noticed():
+    assert "numpy" in loaded_by("import numpy")
+
+
+@pytest.mark.parametrize("name", kvjax.__all__)
+def test_every_public_name_is_there(name):
+    value = getattr(kvjax, name)
+    home = getattr(value, "__module__", value.__name__)
+    assert home.startswith("kvjax.")
+    assert name in dir(kvjax)
+
+
+def test_importing_the_submodule_does_not_hide_the_function():
+    script = "import kvjax.checks, kvjax\nwith kvjax.checks(): print(kvjax.checks.__name__)"
+    assert loaded_by(script) == set()
+
+
+def test_type_checkers_are_told_the_same_names():
+    stub = ast.parse((ROOT / "kvjax/__init__.pyi").read_text())
+    told = {node.names[0].asname: node.module for node in stub.body}
+    assert told == {**kvjax._HOMES, "checks": "kvjax.checks"}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'kvjax' has no attribute 'no_such_name'"):
+        _ = kvjax.no_such_name
+
+
+def test_the_readmes_examples_run():
+    readme = (ROOT / "README.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert examples
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {})
+
+
+def test_the_changelog_is_of_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == version
