@@ -1,0 +1,1 @@
+"""Serving a request trace through a pool, and checking every row of it."""

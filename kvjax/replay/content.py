@@ -1,0 +1,83 @@
+"""What does a row hold, bit for bit?
+
+A row's content is a hash of what it belongs to (``tags``: a cached unit or a request), its position
+in the sequence, its layer and its plane. It is computed twice from this one definition, by JAX
+where rows are written and by NumPy where they are checked, so any row can be checked at any time.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kvjax.geometry import DTYPE_BYTES, PlaneSpec
+
+_WORD_BITS = 32
+
+
+def unit_tags(keys: np.ndarray) -> np.ndarray:
+    """The tags of rows that belong to cached units; they differ from every request's."""
+    return (2 * keys).astype(np.uint32)
+
+
+def request_tags(numbers: np.ndarray) -> np.ndarray:
+    """The tags of rows that belong to one request alone."""
+    return (2 * numbers + 1).astype(np.uint32)
+
+
+def describe_tag(tag: int) -> str:
+    """What a tag's rows belong to, in words."""
+    return f"request {tag // 2}" if tag % 2 else f"cached unit {tag // 2}"
+
+
+def bits_dtype(dtype: str) -> str:
+    """The unsigned integer as wide as a storage dtype."""
+    return f"uint{8 * DTYPE_BYTES[dtype]}"
+
+
+def row_bits(
+    xp: ModuleType, plane: PlaneSpec, plane_number: int, layer_id: Any, tags: Any, positions: Any
+) -> Any:
+    """The bit patterns of one plane's rows in one layer, ``[len(tags), *plane.row_shape]``.
+
+    All of them are finite numbers of the plane's dtype, subnormals and -0.0 among them.
+
+    Args:
+      xp: ``numpy`` or ``jax.numpy``.
+      plane, plane_number: which plane of the pool, and its place among them.
+      layer_id: the model's layer number; an array or a traced scalar under JAX.
+      tags, positions: uint32, one for each row.
+    """
+    u32 = xp.uint32
+    place = xp.asarray(layer_id).astype(u32) * u32(64) + u32(plane_number)
+    rows = _mix(_mix(_mix(tags) + positions) + place)
+    width = int(np.prod(plane.row_shape))
+    # 2^32 / golden ratio: spreads consecutive elements over all words.
+    elements = xp.arange(width, dtype=u32) * u32(0x9E3779B9)
+    words = _mix(rows[:, None] + elements)
+    bits = (words >> u32(_WORD_BITS - 8 * DTYPE_BYTES[plane.dtype])).astype(bits_dtype(plane.dtype))
+    # An exponent whose lowest bit is 0 is never the all-ones one of infinities and NaNs.
+    lowest_exponent_bit = 1 << ml_dtypes.finfo(plane.dtype).nmant
+    return (bits & ~bits.dtype.type(lowest_exponent_bit)).reshape(-1, *plane.row_shape)
+
+
+def _mix(words: Any) -> Any:
+    """A bijection of uint32 in which every input bit moves every output bit.
+
+    Source: C. Wellons, "Prospecting for Hash Functions", ``lowbias32``.
+    """
+    dtype = words.dtype.type
+    words = (words ^ (words >> dtype(16))) * dtype(0x7FEB352D)
+    words = (words ^ (words >> dtype(15))) * dtype(0x846CA68B)
+    return words ^ (words >> dtype(16))
+
+
+def expected_rows(
+    planes: tuple[PlaneSpec, ...], layer_ids: range, tags: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """The bits that every plane should hold, ``[len(layer_ids), len(tags), *row]`` each."""
+    return tuple(
+        np.stack([row_bits(np, plane, number, layer_id, tags, positions) for layer_id in layer_ids])
+        for number, plane in enumerate(planes)
+    )

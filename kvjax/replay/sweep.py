@@ -1,0 +1,96 @@
+"""How does the hit rate depend on the size of the pool?"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.geometry import Geometry
+from kvjax.plan import format_bytes
+from kvjax.replay.jobs import Job
+from kvjax.replay.null_plane import NullPlane
+from kvjax.replay.scheduler import Scheduler, Settings
+from kvjax.replay.stats import Stats
+
+NOTE = (
+    "scheduling only: the scheduler and prefix index of a replay, over pages without bytes; "
+    "no row is written or verified"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What came of one pool size."""
+
+    geometry: Geometry
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Hit rates by pool size; ``unlimited`` is that of a pool in which nothing is ever evicted."""
+
+    source: str
+    model: str
+    scale: int
+    host_tokens: int
+    points: list[Point]
+    unlimited: Stats
+
+
+def serve(jobs: Sequence[Job], settings: Settings) -> Stats:
+    """Serves ``jobs`` without moving a byte."""
+    plane = NullPlane(settings.num_pages, settings.page_size)
+    scheduler = Scheduler(jobs, plane, settings)
+    for _ in scheduler.steps():
+        pass
+    return scheduler.stats
+
+
+def serve_unlimited(jobs: Sequence[Job], settings: Settings) -> Stats:
+    """Serves ``jobs`` from a pool with room for all of them together, without moving a byte."""
+    tokens = sum(job.input_len + job.output_len for job in jobs)
+    # Each sequence may leave most of its last page empty.
+    num_pages = tokens // settings.page_size + len(jobs)
+    return serve(jobs, dataclasses.replace(settings, num_pages=num_pages))
+
+
+def to_json(sweep: Sweep) -> dict[str, Any]:
+    """The sweep as plain data; sizes in bytes and tokens."""
+    return {
+        "source": sweep.source,
+        "model": sweep.model,
+        "scale": sweep.scale,
+        "host_tokens": sweep.host_tokens,
+        "note": NOTE,
+        "points": [
+            {
+                "pool_tokens": point.geometry.num_slots,
+                "pool_bytes": point.geometry.bytes,
+                "hit_rate": point.stats.hit_rate,
+                "device_hit_rate": point.stats.device_hit_rate,
+                "evicted_units": point.stats.evicted_units,
+                "requests_rejected": point.stats.requests_rejected,
+            }
+            for point in sweep.points
+        ],
+        "unlimited_hit_rate": sweep.unlimited.hit_rate,
+    }
+
+
+def to_text(sweep: Sweep) -> str:
+    """The sweep as a table for people."""
+    lines = [
+        f"{sweep.source}",
+        f"{sweep.model}, lengths / {sweep.scale}, host tier of {sweep.host_tokens:,} tokens",
+        NOTE,
+        "",
+        f"{'pool':>10}  {'tokens':>13}  {'hits':>6}  {'on device':>9}  {'rejected':>8}",
+    ]
+    lines += [
+        f"{format_bytes(point.geometry.bytes):>10}  {point.geometry.num_slots:>13,}  "
+        f"{point.stats.hit_rate:>6.1%}  {point.stats.device_hit_rate:>9.1%}  "
+        f"{point.stats.requests_rejected:>8,}"
+        for point in sweep.points
+    ]
+    lines.append(f"{'unlimited':>10}  {'':>13}  {sweep.unlimited.hit_rate:>6.1%}")
+    return "\n".join(lines)
