@@ -15,8 +15,8 @@ _NAMES = {
     "kvjax.errors": "GeometryError UnsupportedError",
     "kvjax.geometry": "LayerRange MHAGeometry MLAGeometry",
     "kvjax.pools": "mha mla",
-    "kvjax.pools.planes": "copy_pages copy_rows create fork gather layer move page_view"
-    " scatter scatter_layer zero",
+    "kvjax.pools.planes": "copy_pages copy_rows gather move scatter scatter_layer zero",
+    "kvjax.pools.pool": "Pool create fork layer page_view",
     "kvjax.request_table": "RequestTable",
     "kvjax.transfer": "buffer_infos offload restore",
 }

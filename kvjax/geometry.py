@@ -86,6 +86,15 @@ class PlaneSpec:
     dtype: str
 
     @property
+    def storage_dtype(self) -> str:
+        """The dtype of the array: fp8 is stored as its bits, in ``uint8``.
+
+        XLA rewrites a scatter or an update slice of fp8 into one of float16, and copies the whole
+        plane to do so. Source: SGLang 0.4.8 ``store_dtype`` (A-KV-1), for the like reason.
+        """
+        return "uint8" if self.dtype.startswith("float8") else self.dtype
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one slot in one layer."""
         return math.prod(self.row_shape) * DTYPE_BYTES[self.dtype]
@@ -99,11 +108,14 @@ class Geometry(abc.ABC):
       num_slots: tokens the pool can hold, a multiple of ``page_size``; the padding page is extra.
       page_size: slots a page.
       layers: a ``LayerRange``, or a number of layers counted from 0.
+      padding_page: whether page 0 is one that is never handed out and stays zero. A pool of the
+        host tier has none: its slot 0 is a slot.
     """
 
     num_slots: int
     page_size: int
     layers: LayerRange
+    padding_page: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         _require_positive(num_slots=self.num_slots, page_size=self.page_size)
@@ -133,12 +145,12 @@ class Geometry(abc.ABC):
     @property
     def num_rows(self) -> int:
         """Rows a layer of a plane has: the slots and, in front of them, the padding page."""
-        return self.num_slots + self.page_size
+        return self.num_slots + self.first_slot
 
     @property
     def first_slot(self) -> int:
         """The first slot that is there; those below are the padding page."""
-        return self.page_size
+        return self.page_size if self.padding_page else 0
 
     @property
     def bytes_per_token_per_layer(self) -> int:
@@ -224,10 +236,8 @@ def fit[G: Geometry](geometry: G, budget_bytes: int) -> G:
     Raises:
       GeometryError: not even one page fits beside the padding page.
     """
-    pages = budget_bytes // geometry.bytes_per_page - 1
+    pages = budget_bytes // geometry.bytes_per_page - geometry.padding_page
     if pages < 1:
-        raise GeometryError(
-            f"{budget_bytes=} holds no page beside the padding page; "
-            f"the smallest pool takes {2 * geometry.bytes_per_page} bytes"
-        )
+        smallest = (1 + geometry.padding_page) * geometry.bytes_per_page
+        raise GeometryError(f"{budget_bytes=} holds no page; the smallest pool takes {smallest}")
     return dataclasses.replace(geometry, num_slots=pages * geometry.page_size)

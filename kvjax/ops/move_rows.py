@@ -1,0 +1,113 @@
+"""Moves rows within planes, all layers and planes at once, as simultaneous assignment."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.dispatch import Implementation, select
+from kvjax.ops import copy_rows, row_copy
+from kvjax.ops.row_copy import Side
+from kvjax.ops.types import Planes, Slots
+from kvjax.slots import absent_as, are_there
+
+STAGING_BYTES = 32 * 1024 * 1024
+
+
+def move_rows(
+    planes: Planes,
+    dst: Slots,
+    src: Slots,
+    *,
+    first_slot: int,
+    disjoint: bool = False,
+    implementation: str | None = None,
+) -> Planes:
+    """Returns ``planes`` with, for every t at once, the old row ``src[t]`` at ``dst[t]``.
+
+    All sources are read before any row is written: chains, swaps and cycles come out right. Bits
+    are preserved. A ``dst`` that is not there is skipped, a ``src`` that is not there is a row of
+    zeros. Of two rows for one ``dst`` either may be stored.
+
+    Args:
+      planes: updated in place where they are donated.
+      dst: where each row goes.
+      src: where each row comes from.
+      first_slot: the first slot that is there.
+      disjoint: the caller's promise that no ``src`` is another move's ``dst``; a broken promise
+        mixes old and new rows.
+      implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
+
+    Raises:
+      UnsupportedError: the named implementation cannot run.
+
+    Source: SGLang 0.4.8 ``MHATokenToKVPool.move_kv_cache`` (A-MHA-16), its faults (A-MOVE) excepted.
+    """
+    run = select("move_rows", IMPLEMENTATIONS, implementation, planes)
+    return run(planes, dst, src, first_slot=first_slot, disjoint=disjoint)
+
+
+def reference(
+    planes: Planes, dst: Slots, src: Slots, *, first_slot: int, disjoint: bool = False
+) -> Planes:
+    """The specification, in plain JAX."""
+    return copy_rows.reference(
+        planes,
+        dst,
+        planes,
+        src,
+        target_first=first_slot,
+        source_first=first_slot,
+        target_layer=None,
+        source_layer=None,
+    )
+
+
+def _mosaic_gpu(
+    planes: Planes, dst: Slots, src: Slots, *, first_slot: int, disjoint: bool
+) -> Planes:
+    """Stages the rows that some other move overwrites, moves the rest, then writes the staged.
+
+    One block that reads all its rows before it writes any needs no staging.
+    """
+    refs = row_copy.as_refs(planes)
+    num_tokens, num_layers = dst.shape[0], planes[0].shape[0]
+
+    def place(slots: Slots, layer: int = 0) -> Side:
+        return Side.of(refs, slots=slots, first_slot=first_slot, layer=jnp.int32(layer))
+
+    if disjoint or row_copy.fits_one_block(planes, num_tokens):
+        row_copy.copy_rows(
+            place(dst),
+            place(src),
+            num_tokens=num_tokens,
+            num_layers=num_layers,
+            tokens_per_block=None if disjoint else num_tokens,
+        )
+        return row_copy.frozen(refs, planes)
+
+    conflict = _is_overwritten(dst, src, first_slot, planes[0].shape[1])
+    staged_slots = jnp.where(conflict, jnp.arange(num_tokens, dtype=jnp.int32), -1)
+    layers_at_once = max(1, STAGING_BYTES // (num_tokens * row_copy.token_bytes(planes)))
+    for layer in range(0, num_layers, layers_at_once):
+        size = {"num_tokens": num_tokens, "num_layers": min(layers_at_once, num_layers - layer)}
+        staging = [
+            jax.new_ref(jax.lax.empty((size["num_layers"], num_tokens, ref.shape[-1]), ref.dtype))
+            for ref in refs
+        ]
+        staged = Side.of(staging, slots=staged_slots)
+        row_copy.copy_rows(staged, place(src, layer), **size)
+        row_copy.copy_rows(place(jnp.where(conflict, -1, dst), layer), place(src, layer), **size)
+        row_copy.copy_rows(place(jnp.where(conflict, dst, -1), layer), staged, **size)
+    return row_copy.frozen(refs, planes)
+
+
+def _is_overwritten(dst: Slots, src: Slots, first_slot: int, num_rows: int) -> jax.Array:
+    """Which moves read a row that another move writes."""
+    written = jnp.zeros(num_rows, bool)
+    written = written.at[absent_as(num_rows, dst, first_slot)].set(True, mode="drop")
+    return written[src] & are_there(src, first_slot, num_rows) & (dst != src)
+
+
+IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not),
+    "reference": Implementation(reference, lambda *_: None),
+}

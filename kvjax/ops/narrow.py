@@ -1,0 +1,27 @@
+"""Casts values to what a plane stores."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Shaped
+
+
+def narrow(
+    values: Float[Array, "*shape"], dtype: str, scale: Float32[Array, ""] | None = None
+) -> Shaped[Array, "*shape"]:
+    """Returns ``values / scale`` in ``dtype``; of an fp8 dtype the bits, as ``uint8``.
+
+    Values that have the dtype already keep their bits, and the scale is ignored. Else the division
+    is done in float32, and the cast rounds to nearest even. A cast to fp8 saturates at the largest
+    finite value, infinities included; NaN stays NaN.
+
+    Source: SGLang 0.4.8 ``set_kv_buffer`` (A-MHA-14), overflow settled here (A-FP8).
+    """
+    is_fp8 = dtype.startswith("float8")
+    if values.dtype != dtype:
+        if scale is not None:
+            values = values.astype(jnp.float32) / scale
+        if is_fp8:
+            limit = float(jnp.finfo(dtype).max)
+            values = jnp.clip(values.astype(jnp.float32), -limit, limit)
+        values = values.astype(dtype)
+    return jax.lax.bitcast_convert_type(values, jnp.uint8) if is_fp8 else values

@@ -1,0 +1,104 @@
+"""Keys and values of multi-head, grouped-query or multi-query attention."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
+
+from kvjax.errors import GeometryError
+from kvjax.geometry import MHAGeometry
+from kvjax.ops.narrow import narrow
+from kvjax.ops.read_rows import read_rows
+from kvjax.ops.write_rows import write_rows
+from kvjax.pools.pool import LayerId, Pool, require_shape, slots_of, update, view
+
+Scale = float | Shaped[Array, ""] | Shaped[Array, "1"]
+
+
+def write(
+    pool: Pool,
+    layer_id: LayerId,
+    slots: Int[Array, " n"],
+    k: Float[Array, "n num_kv_heads head_dim"],
+    v: Float[Array, "n num_kv_heads v_head_dim"],
+    *,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    implementation: str | None = None,
+) -> Pool:
+    """Returns ``pool`` with a row of K and one of V at each slot, in one layer.
+
+    Args:
+      pool: updated in place and used up.
+      layer_id: the model's layer number, a Python int or a traced scalar.
+      slots: where each token goes, distinct; slots that are not there are not written.
+      k: cast to the pool's dtype, as ``ops.narrow`` says.
+      v: likewise.
+      k_scale: what K is divided by before a cast; ignored where K has the pool's dtype already.
+      v_scale: likewise for V.
+      implementation: of ``ops.write_rows``.
+
+    Raises:
+      GeometryError: not a pool of K and V, the layer is not on this rank, or K or V are not one row
+        of the right shape for each slot.
+      TypeError: K or V is not floating-point.
+      ValueError: a scale is not a single number.
+      IndexError: in checks mode, a slot is not there.
+
+    Source: SGLang 0.4.8 ``set_kv_buffer`` (A-MHA-14), its faults (a) to (e), (g) and (h) excepted.
+    """
+    k_spec, v_spec = _geometry(pool).planes
+    index = pool.geometry.layers.local(layer_id)
+    (slots,) = slots_of(pool, slots=slots)
+    require_shape("k", k, (slots.size, *k_spec.row_shape))
+    require_shape("v", v, (slots.size, *v_spec.row_shape))
+    scales = (_scale("k_scale", k_scale), _scale("v_scale", v_scale))
+    return _write(pool, index, slots, (k, v), scales, implementation=implementation)
+
+
+def read(
+    pool: Pool, layer_id: LayerId, slots: Int[Array, " n"], *, implementation: str | None = None
+) -> tuple[Float[Array, "n num_kv_heads head_dim"], Float[Array, "n num_kv_heads v_head_dim"]]:
+    """K and V at ``slots`` of one layer, in the pool's dtypes; zeros for slots that are not there.
+
+    Raises:
+      GeometryError: not a pool of K and V, or the layer is not on this rank.
+      IndexError: in checks mode, a slot is not there.
+    """
+    index = _geometry(pool).layers.local(layer_id)
+    (slots,) = slots_of(pool, slots=slots)
+    k, v = view(read_rows, pool, index, slots, implementation=implementation)
+    return k, v
+
+
+def _geometry(pool: Pool) -> MHAGeometry:
+    if not isinstance(pool.geometry, MHAGeometry):
+        raise GeometryError(f"need a pool of K and V, this one is of {pool.geometry}")
+    return pool.geometry
+
+
+def _scale(name: str, scale: Any) -> Float32[Array, ""] | None:
+    if scale is None:
+        return None
+    if np.size(scale) != 1:
+        raise ValueError(f"{name} has shape {np.shape(scale)}, need a single number")
+    return jnp.asarray(scale, jnp.float32).reshape(())
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="implementation")
+def _write(
+    pool: Pool,
+    index: LayerId,
+    slots: Int32[Array, " n"],
+    values: tuple[Float[Array, "..."], ...],
+    scales: tuple[Float32[Array, ""] | None, ...],
+    implementation: str | None,
+) -> Pool:
+    rows = tuple(
+        narrow(value, spec.dtype, scale)
+        for value, spec, scale in zip(values, pool.geometry.planes, scales, strict=True)
+    )
+    return update(write_rows, pool, index, slots, rows, implementation=implementation)

@@ -1,0 +1,196 @@
+"""Moves, copies, reads and writes whole rows of any pool, all its planes together."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+from kvjax.errors import GeometryError
+from kvjax.ops.copy_rows import copy_rows as copy_between
+from kvjax.ops.move_rows import move_rows
+from kvjax.ops.read_rows import read_rows
+from kvjax.ops.write_rows import write_rows
+from kvjax.ops.zero_rows import zero_rows
+from kvjax.pools.pool import (
+    LayerId,
+    Pool,
+    Rows,
+    require_rows,
+    require_same_length,
+    slots_of,
+    stored,
+    update,
+    view,
+)
+from kvjax.slots import as_slots
+
+
+def move(
+    pool: Pool,
+    dst: Int[Array, " n"],
+    src: Int[Array, " n"],
+    *,
+    disjoint: bool = False,
+    implementation: str | None = None,
+) -> Pool:
+    """Returns ``pool`` with, for every t at once, the old row ``src[t]`` at ``dst[t]``.
+
+    In every layer and plane; ``ops.move_rows`` has the contract.
+
+    Raises:
+      ValueError: ``dst`` and ``src`` differ in length.
+      IndexError: in checks mode, a slot is not there.
+    """
+    dst, src = slots_of(pool, dst=dst, src=src)
+    return update(move_rows, pool, dst, src, disjoint=disjoint, implementation=implementation)
+
+
+def copy_pages(
+    pool: Pool,
+    dst_pages: Int[Array, " n"],
+    src_pages: Int[Array, " n"],
+    *,
+    disjoint: bool = False,
+    implementation: str | None = None,
+) -> Pool:
+    """Returns ``pool`` with, for every t at once, the old page ``src_pages[t]`` at ``dst_pages[t]``.
+
+    A page that is not there is treated as slots that are not there: skipped, or read as zeros.
+
+    Raises:
+      ValueError: the two differ in length.
+      IndexError: in checks mode, a page is not there.
+    """
+    dst, src = (
+        _slots_of_pages(pool, as_slots(pages, name=name))
+        for name, pages in (("dst_pages", dst_pages), ("src_pages", src_pages))
+    )
+    return move(pool, dst, src, disjoint=disjoint, implementation=implementation)
+
+
+def _slots_of_pages(pool: Pool, pages: Int32[Array, " n"]) -> Int32[Array, " slots"]:
+    page_size, num_rows = pool.geometry.page_size, pool.geometry.num_rows
+    # A page far past the end must not come back as a slot by overflow.
+    pages = jnp.where((pages >= 0) & (pages < num_rows // page_size), pages, -1)
+    slots = pages[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    return slots.reshape(-1)
+
+
+def zero(pool: Pool, slots: Int[Array, " n"], *, implementation: str | None = None) -> Pool:
+    """Returns ``pool`` with zeros at ``slots``, in every layer and plane.
+
+    Raises:
+      IndexError: in checks mode, a slot is not there.
+    """
+    (slots,) = slots_of(pool, slots=slots)
+    return update(zero_rows, pool, slots, implementation=implementation)
+
+
+def gather(pool: Pool, slots: Int[Array, " n"], *, implementation: str | None = None) -> Rows:
+    """The rows of ``slots`` in every layer, ``[layers, n, *row]`` for each plane.
+
+    Raises:
+      IndexError: in checks mode, a slot is not there.
+
+    Source: SGLang 0.4.8 ``get_flat_data`` (A-MHA-9).
+    """
+    (slots,) = slots_of(pool, slots=slots)
+    return view(read_rows, pool, None, slots, implementation=implementation)
+
+
+def scatter(
+    pool: Pool, slots: Int[Array, " n"], rows: Rows, *, implementation: str | None = None
+) -> Pool:
+    """Returns ``pool`` with ``rows``, as ``gather`` returns them, at ``slots`` in every layer.
+
+    Raises:
+      GeometryError: ``rows`` are not of this pool's planes, layers or dtypes, or not one a slot.
+      IndexError: in checks mode, a slot is not there.
+
+    Source: SGLang 0.4.8 ``transfer`` (A-MHA-10).
+    """
+    (slots,) = slots_of(pool, slots=slots)
+    require_rows(pool.geometry.planes, rows, len(pool.geometry.layers), slots.size)
+    rows = stored(pool, rows)
+    return update(write_rows, pool, None, slots, rows, implementation=implementation)
+
+
+def scatter_layer(
+    pool: Pool,
+    layer_id: LayerId,
+    slots: Int[Array, " n"],
+    rows: Rows,
+    *,
+    implementation: str | None = None,
+) -> Pool:
+    """Returns ``pool`` with ``rows``, ``[n, *row]`` for each plane, at ``slots`` of one layer.
+
+    Raises:
+      GeometryError: as for ``scatter``, or the layer is not on this rank.
+      IndexError: in checks mode, a slot is not there.
+
+    Source: SGLang 0.4.8 ``transfer_per_layer`` (A-MHA-11).
+    """
+    (slots,) = slots_of(pool, slots=slots)
+    require_rows(pool.geometry.planes, rows, slots.size)
+    index = pool.geometry.layers.local(layer_id)
+    rows = stored(pool, rows)
+    return update(write_rows, pool, index, slots, rows, implementation=implementation)
+
+
+def copy_rows(
+    dst_pool: Pool,
+    dst_slots: Int[Array, " n"],
+    src_pool: Pool,
+    src_slots: Int[Array, " n"],
+    *,
+    layers: LayerId | None = None,
+    implementation: str | None = None,
+) -> Pool:
+    """Returns ``dst_pool`` with the rows of ``src_pool`` at ``src_slots`` at ``dst_slots``.
+
+    Either pool may be of either tier. ``layers`` is one layer's id, or ``None`` for all of them.
+
+    Raises:
+      GeometryError: the pools differ in layers, rows or dtypes, or the layer is not on this rank.
+      ValueError: the slots differ in length, or the two pools are one (``move`` does that).
+      IndexError: in checks mode, a slot is not there.
+    """
+    if any(ours is theirs for ours in dst_pool.planes for theirs in src_pool.planes):
+        raise ValueError("dst_pool and src_pool share a plane; move works within one pool")
+    for name in ("layers", "planes"):
+        ours, theirs = getattr(dst_pool.geometry, name), getattr(src_pool.geometry, name)
+        if ours != theirs:
+            raise GeometryError(f"{name} of dst_pool, {ours}, and of src_pool, {theirs}, differ")
+    (dst,), (src,) = (
+        slots_of(dst_pool, dst_slots=dst_slots),
+        slots_of(src_pool, src_slots=src_slots),
+    )
+    require_same_length(dst_slots=dst, src_slots=src)
+    index = None if layers is None else dst_pool.geometry.layers.local(layers)
+    return _copy_between(dst_pool, dst, src_pool, src, index, implementation=implementation)
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="implementation")
+def _copy_between(
+    dst_pool: Pool,
+    dst: Int32[Array, " n"],
+    src_pool: Pool,
+    src: Int32[Array, " n"],
+    index: LayerId | None,
+    implementation: str | None,
+) -> Pool:
+    planes = copy_between(
+        dst_pool.planes,
+        dst,
+        src_pool.planes,
+        src,
+        target_first=dst_pool.geometry.first_slot,
+        source_first=src_pool.geometry.first_slot,
+        target_layer=index,
+        source_layer=index,
+        implementation=implementation,
+    )
+    return dataclasses.replace(dst_pool, planes=planes)

@@ -1,0 +1,184 @@
+"""What a pool is, and how to look at one."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Shaped
+
+from kvjax.errors import GeometryError, UnsupportedError
+from kvjax.geometry import Geometry, PlaneSpec
+from kvjax.slots import as_slots, check
+
+Rows = tuple[Shaped[Array, "..."], ...]
+"""Rows of each plane, in its dtype: ``[layers, n, *row]``, or ``[n, *row]`` of one layer."""
+
+LayerId = int | Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """The planes of one pipeline stage.
+
+    Functions that return a pool update the given one in place and use it up (``fork`` it first to
+    keep it); if they raise, it is as good as before. Build one with ``create``: the class checks
+    nothing, because JAX rebuilds it with tracers and other stand-ins.
+
+    Attributes:
+      planes: ``[layers, rows, *row]`` for each of ``geometry.planes``, in its storage dtype.
+      geometry: sizes, layers and dtypes.
+    """
+
+    planes: tuple[Shaped[Array, "layers rows ..."], ...]
+    geometry: Geometry = dataclasses.field(metadata={"static": True})
+
+
+def create(geometry: Geometry, *, sharding: jax.sharding.Sharding | None = None) -> Pool:
+    """A pool of zeros.
+
+    Args:
+      geometry: what to allocate.
+      sharding: where; JAX's default device if ``None``.
+    """
+    leading = (len(geometry.layers), geometry.num_rows)
+    planes = tuple(
+        jnp.zeros((*leading, *spec.row_shape), spec.storage_dtype, device=sharding)
+        for spec in geometry.planes
+    )
+    return Pool(planes, geometry)
+
+
+@jax.jit
+def fork(pool: Pool) -> Pool:
+    """A copy that shares no memory with ``pool``, for whoever wants to keep both."""
+    return jax.tree.map(jnp.copy, pool)
+
+
+def layer(pool: Pool, layer_id: LayerId) -> Rows:
+    """The planes of one layer, ``[rows, *row]`` each.
+
+    Under ``jit``, XLA may copy the layer where it does not fuse the slice into its reader;
+    ``page_view`` never does.
+
+    Raises:
+      GeometryError: the layer is not on this rank.
+    """
+    index = pool.geometry.layers.local(layer_id)
+    return typed(
+        pool,
+        [jax.lax.dynamic_index_in_dim(plane, index, keepdims=False) for plane in pool.planes],
+    )
+
+
+def page_view(
+    pool: Pool, layer_id: LayerId, page_table: Int32[Array, "..."]
+) -> tuple[Rows, Int32[Array, "..."]]:
+    """One layer as paged-attention kernels want it, without a copy.
+
+    Returns:
+      The planes of all layers as pages, ``[layers * pages, page_size, *row]``, and ``page_table``
+      moved to the layer's pages. Negative entries, which mean no page, stay as they are.
+
+    Raises:
+      GeometryError: the layer is not on this rank.
+      UnsupportedError: called outside ``jit``, where a view would be a copy of the pool.
+    """
+    if not any(isinstance(plane, jax.core.Tracer) for plane in pool.planes):
+        raise UnsupportedError("page_view copies nothing inside jit only; call it there")
+    geometry = pool.geometry
+    first_page = geometry.layers.local(layer_id) * (geometry.num_rows // geometry.page_size)
+    pages = [plane.reshape(-1, geometry.page_size, *plane.shape[2:]) for plane in pool.planes]
+    return typed(pool, pages), jnp.where(page_table < 0, page_table, page_table + first_page)
+
+
+@partial(
+    jax.jit, static_argnums=0, donate_argnums=1, static_argnames=("disjoint", "implementation")
+)
+def update(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any) -> Pool:
+    """``pool`` with its planes as ``operation`` returns them, in place."""
+    planes = operation(pool.planes, *operands, first_slot=pool.geometry.first_slot, **options)
+    return dataclasses.replace(pool, planes=planes)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="implementation")
+def view(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any) -> Rows:
+    """What ``operation`` reads in the pool's planes."""
+    rows = operation(pool.planes, *operands, first_slot=pool.geometry.first_slot, **options)
+    return typed(pool, rows)
+
+
+def stored(pool: Pool, rows: Sequence[Shaped[Array, "..."]]) -> Rows:
+    """Rows in the planes' dtypes as the planes store them."""
+    return _reinterpret(rows, [spec.storage_dtype for spec in pool.geometry.planes])
+
+
+def typed(pool: Pool, rows: Sequence[Shaped[Array, "..."]]) -> Rows:
+    """Rows as the planes store them in the planes' dtypes."""
+    return _reinterpret(rows, [spec.dtype for spec in pool.geometry.planes])
+
+
+def _reinterpret(rows: Sequence[Shaped[Array, "..."]], dtypes: Sequence[str]) -> Rows:
+    return tuple(
+        new if new.dtype == dtype else jax.lax.bitcast_convert_type(new, dtype)
+        for new, dtype in zip(rows, dtypes, strict=True)
+    )
+
+
+def slots_of(pool: Pool, **named: Any) -> list[Int32[Array, " n"]]:
+    """The named arguments as slots of ``pool``, one entry of each a row.
+
+    Raises:
+      ValueError: they differ in length, or ``as_slots`` refuses one.
+      IndexError: in checks mode, a slot is not there.
+    """
+    slots = {name: as_slots(values, name=name) for name, values in named.items()}
+    require_same_length(**slots)
+    for name, values in slots.items():
+        check(values, pool.geometry.first_slot, pool.geometry.num_rows, name=name)
+    return list(slots.values())
+
+
+def require_same_length(**slots: Int32[Array, " _"]) -> None:
+    """Raises unless the named arguments have one entry each for every row.
+
+    Raises:
+      ValueError: says how many each has.
+    """
+    if len({values.size for values in slots.values()}) > 1:
+        sizes = ", ".join(f"{name} has {values.size}" for name, values in slots.items())
+        raise ValueError(f"{sizes} entries; need one of each for every row")
+
+
+def require_shape(name: str, values: Any, shape: tuple[int, ...]) -> None:
+    """Raises unless ``values`` are floating-point numbers of exactly that shape.
+
+    Raises:
+      GeometryError: another shape; nothing is broadcast.
+      TypeError: another kind of number, or not an array.
+    """
+    if not hasattr(values, "dtype") or not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"{name} is {getattr(values, 'dtype', type(values))}, need floating-point")
+    if values.shape != shape:
+        raise GeometryError(f"{name} has shape {values.shape}, need {shape}")
+
+
+def require_rows(specs: Sequence[PlaneSpec], rows: Sequence[Any], *leading: int) -> None:
+    """Raises unless ``rows`` are ``[*leading, *row]`` for each plane, in its dtype.
+
+    Raises:
+      GeometryError: says what they are instead.
+    """
+    if len(rows) != len(specs):
+        raise GeometryError(f"rows has {len(rows)} planes, the pool {len(specs)}")
+    for spec, new in zip(specs, rows):
+        shape = (*leading, *spec.row_shape)
+        if np.shape(new) != shape or new.dtype != spec.dtype:
+            raise GeometryError(
+                f"rows of plane {spec.name!r} are {new.dtype}{list(np.shape(new))}, "
+                f"need {spec.dtype}{list(shape)}"
+            )

@@ -1,0 +1,143 @@
+"""Rows of a pool in host memory, and the addresses of its buffers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.errors import GeometryError
+from kvjax.geometry import LayerRange, PlaneSpec
+from kvjax.pools.planes import gather, scatter
+from kvjax.pools.pool import Pool, require_rows, slots_of
+
+CHUNK_TOKENS = 8192
+"""Tokens that ``offload`` and ``restore`` move at once: the device memory they need beside the
+pool is that of as many rows. Source: SGLang 0.4.8 ``cpu_offloading_chunk_size`` (A-KV-1)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """Rows of some slots in host memory, of every layer and plane.
+
+    Attributes:
+      rows: a NumPy array ``[layers, n, *row]`` for each plane, in its dtype.
+      planes: what the pool that they came from stores.
+      layers: the layers of that pool.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    planes: tuple[PlaneSpec, ...]
+    layers: LayerRange
+
+    def __len__(self) -> int:
+        """How many slots the rows are of."""
+        return self.rows[0].shape[1]
+
+
+def offload(pool: Pool, slots: Int[Array, " n"], *, chunk_tokens: int = CHUNK_TOKENS) -> HostRows:
+    """A copy of the rows at ``slots`` in host memory; waits until it is there.
+
+    Args:
+      pool: read, not changed.
+      slots: which rows; a slot that is not there gives zeros.
+      chunk_tokens: how many tokens to move at once.
+
+    Raises:
+      ValueError: ``chunk_tokens`` is less than 1.
+      IndexError: in checks mode, a slot is not there.
+
+    Source: SGLang 0.4.8 ``get_cpu_copy`` (A-MHA-7, A-MLA-12).
+    """
+    slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
+    rows = tuple(
+        np.empty((len(geometry.layers), slots.size, *spec.row_shape), spec.dtype)
+        for spec in geometry.planes
+    )
+    for start in range(0, slots.size, chunk_tokens):
+        chunk = slots[start : start + chunk_tokens]
+        for host, device in zip(rows, gather(pool, _padded(chunk)), strict=True):
+            host[:, start : start + chunk.size] = np.asarray(device)[:, : chunk.size]
+    return HostRows(rows, geometry.planes, geometry.layers)
+
+
+def restore(
+    pool: Pool,
+    slots: Int[Array, " n"],
+    host_rows: HostRows,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Pool:
+    """Returns ``pool`` with ``host_rows`` at ``slots``, which need not be those they came from.
+
+    Args:
+      pool: updated in place and used up.
+      slots: where each row goes, distinct; slots that are not there are not written.
+      host_rows: from ``offload`` of a pool with these planes and layers; may be reused or changed
+        as soon as this returns.
+      chunk_tokens: how many tokens to move at once.
+
+    Raises:
+      GeometryError: ``host_rows`` are of other planes or layers, or not one for each slot.
+      ValueError: ``chunk_tokens`` is less than 1.
+      IndexError: in checks mode, a slot is not there.
+
+    Source: SGLang 0.4.8 ``load_cpu_copy`` (A-MHA-8, A-MLA-12).
+    """
+    slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
+    if host_rows.layers != geometry.layers:
+        raise GeometryError(
+            f"host_rows are of layers {host_rows.layers}, the pool holds {geometry.layers}"
+        )
+    require_rows(geometry.planes, host_rows.rows, len(geometry.layers), slots.size)
+    for start in range(0, slots.size, chunk_tokens):
+        chunk = slots[start : start + chunk_tokens]
+        padded = _padded(chunk)
+        widths = (0, padded.size - chunk.size)
+        # A copy even without padding: on CPU JAX would share the caller's memory (DL5).
+        rows = tuple(
+            jnp.array(np.pad(host[:, start : start + chunk.size], _pad_tokens(host, *widths)))
+            for host in host_rows.rows
+        )
+        pool = scatter(pool, padded, rows)
+    return pool
+
+
+def buffer_infos(pool: Pool) -> tuple[list[int], list[int], list[int]]:
+    """What an RDMA engine registers: addresses, lengths in bytes, and bytes a page.
+
+    One entry for each plane and layer, all layers of the first plane first. An address is that of
+    the layer's row 0, and holds until the pool is next updated on CPU, for its life on GPU.
+
+    Raises:
+      RuntimeError: the pool is used up, or lies on several devices.
+
+    Source: SGLang 0.4.8 ``get_contiguous_buf_infos`` (A-MHA-5, A-MLA-5).
+    """
+    addresses, lengths, item_lengths = [], [], []
+    for plane, spec in zip(pool.planes, pool.geometry.planes, strict=True):
+        base, length = plane.unsafe_buffer_pointer(), spec.row_bytes * pool.geometry.num_rows
+        for index in range(len(pool.geometry.layers)):
+            addresses.append(base + index * length)
+            lengths.append(length)
+            item_lengths.append(spec.row_bytes * pool.geometry.page_size)
+    return addresses, lengths, item_lengths
+
+
+def _host_slots(pool: Pool, slots: Any, chunk_tokens: int) -> np.ndarray:
+    if chunk_tokens < 1:
+        raise ValueError(f"{chunk_tokens=} must be at least 1")
+    (slots,) = slots_of(pool, slots=slots)
+    return np.asarray(slots)
+
+
+def _padded(slots: np.ndarray) -> np.ndarray:
+    """``slots`` with -1 up to a power of two, so that few sizes are compiled."""
+    size = 1 << max(0, slots.size - 1).bit_length()
+    return np.pad(slots, (0, size - slots.size), constant_values=-1)
+
+
+def _pad_tokens(rows: np.ndarray, before: int, after: int) -> list[tuple[int, int]]:
+    return [(before, after) if axis == 1 else (0, 0) for axis in range(rows.ndim)]
