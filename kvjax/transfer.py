@@ -3,15 +3,15 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int32
 
 from kvjax.errors import GeometryError
 from kvjax.geometry import LayerRange, PlaneSpec
-from kvjax.pools.planes import gather, scatter
-from kvjax.pools.pool import Pool, require_rows, slots_of
+from kvjax.ops.read_rows import read_rows
+from kvjax.ops.write_rows import write_rows
+from kvjax.pools.pool import Pool, require_rows, slots_of, stored, update, view
 
 CHUNK_TOKENS = 8192
 """Tokens that ``offload`` and ``restore`` move at once: the device memory they need beside the
@@ -58,7 +58,7 @@ def offload(pool: Pool, slots: Int[Array, " n"], *, chunk_tokens: int = CHUNK_TO
     )
     for start in range(0, slots.size, chunk_tokens):
         chunk = slots[start : start + chunk_tokens]
-        for host, device in zip(rows, gather(pool, _padded(chunk)), strict=True):
+        for host, device in zip(rows, view(read_rows, pool, None, _padded(chunk)), strict=True):
             host[:, start : start + chunk.size] = np.asarray(device)[:, : chunk.size]
     return HostRows(rows, geometry.planes, geometry.layers)
 
@@ -95,13 +95,8 @@ def restore(
     for start in range(0, slots.size, chunk_tokens):
         chunk = slots[start : start + chunk_tokens]
         padded = _padded(chunk)
-        widths = (0, padded.size - chunk.size)
-        # A copy even without padding: on CPU JAX would share the caller's memory (DL5).
-        rows = tuple(
-            jnp.array(np.pad(host[:, start : start + chunk.size], _pad_tokens(host, *widths)))
-            for host in host_rows.rows
-        )
-        pool = scatter(pool, padded, rows)
+        rows = tuple(_chunk(host, start, chunk.size, padded.size) for host in host_rows.rows)
+        pool = update(write_rows, pool, None, padded, stored(pool, rows))
     return pool
 
 
@@ -133,11 +128,15 @@ def _host_slots(pool: Pool, slots: Any, chunk_tokens: int) -> np.ndarray:
     return np.asarray(slots)
 
 
-def _padded(slots: np.ndarray) -> np.ndarray:
+def _padded(slots: np.ndarray) -> Int32[Array, " _"]:
     """``slots`` with -1 up to a power of two, so that few sizes are compiled."""
     size = 1 << max(0, slots.size - 1).bit_length()
-    return np.pad(slots, (0, size - slots.size), constant_values=-1)
+    return jnp.asarray(np.pad(slots, (0, size - slots.size), constant_values=-1))
 
 
-def _pad_tokens(rows: np.ndarray, before: int, after: int) -> list[tuple[int, int]]:
-    return [(before, after) if axis == 1 else (0, 0) for axis in range(rows.ndim)]
+def _chunk(rows: np.ndarray, start: int, count: int, padded: int) -> Array:
+    """``count`` tokens of ``rows`` from ``start`` on, and zeros up to ``padded`` tokens."""
+    chunk = np.zeros((rows.shape[0], padded, *rows.shape[2:]), rows.dtype)
+    chunk[:, :count] = rows[:, start : start + count]
+    # On CPU JAX may share this array's memory, never the caller's (DL5).
+    return jnp.asarray(chunk)

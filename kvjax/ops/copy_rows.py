@@ -18,7 +18,7 @@ def copy_rows(
     source_layer: Layer = None,
     implementation: str | None = None,
 ) -> Planes:
-    """Returns ``target`` with row ``target_slots[t]`` equal to row ``source_slots[t]`` of ``source``.
+    """Returns ``target`` with ``source``'s row ``source_slots[t]`` at ``target_slots[t]``.
 
     Bits are preserved. A target slot that is not there is skipped; a source slot that is not there
     is a row of zeros. Of two rows for one target slot either may be stored.

@@ -39,7 +39,7 @@ def move_rows(
     Raises:
       UnsupportedError: the named implementation cannot run.
 
-    Source: SGLang 0.4.8 ``MHATokenToKVPool.move_kv_cache`` (A-MHA-16), its faults (A-MOVE) excepted.
+    Source: SGLang 0.4.8 ``move_kv_cache`` (A-MHA-16), its faults (A-MOVE) excepted.
     """
     run = select("move_rows", IMPLEMENTATIONS, implementation, planes)
     return run(planes, dst, src, first_slot=first_slot, disjoint=disjoint)

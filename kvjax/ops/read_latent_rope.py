@@ -1,6 +1,5 @@
 """Reads latent rows as their two parts, latent and rope, in one launch."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -49,8 +50,10 @@ class Side:
 
 def columns(array: Any, *widths: int) -> tuple[Part, ...]:
     """The parts, of these widths, that the rows of ``array`` consist of; empty ones left out."""
-    starts = [sum(widths[:i]) for i in range(len(widths))]
-    return tuple((array, start, width) for start, width in zip(starts, widths) if width)
+    starts = itertools.accumulate(widths, initial=0)
+    return tuple(
+        (array, start, width) for start, width in zip(starts, widths, strict=False) if width
+    )
 
 
 def flat(plane: jax.Array) -> jax.Array:
@@ -131,10 +134,10 @@ def copy_rows(
     """
     if num_tokens == 0:
         return
-    dtypes = [array.dtype for array, _, _ in target.parts]
     widths = [width for _, _, width in target.parts]
+    pieces = [(width, array.dtype) for array, _, width in target.parts]
     if tokens_per_block is None:
-        row_bytes = sum(d.itemsize * width for d, width in zip(dtypes, widths))
+        row_bytes = sum(width * dtype.itemsize for width, dtype in pieces)
         enough_blocks = num_tokens * num_layers // NUM_BLOCKS
         tokens_per_block = max(1, min(BLOCK_BYTES // row_bytes, enough_blocks))
     operands = _Operands()
@@ -147,9 +150,9 @@ def copy_rows(
         grid=(pl.cdiv(num_tokens, tokens_per_block), num_layers),
         grid_names=("block", "layer"),
         scratch_types=(
-            [plgpu.SMEM((tokens_per_block, width), d) for width, d in zip(widths, dtypes)],
+            [plgpu.SMEM((tokens_per_block, width), dtype) for width, dtype in pieces],
             # A warpgroup of 128 threads stores multiples of 128 elements.
-            [plgpu.SMEM((pl.cdiv(width, 128) * 128,), d) for width, d in zip(widths, dtypes)],
+            [plgpu.SMEM((pl.cdiv(width, 128) * 128,), dtype) for width, dtype in pieces],
             plgpu.Barrier(num_arrivals=tokens_per_block * len(widths)),
         ),
         # Safe: asynchronous copies alone touch the rows, and zeros are committed before use.

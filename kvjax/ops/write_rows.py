@@ -57,9 +57,10 @@ def _mosaic_gpu(
 ) -> Planes:
     num_tokens = slots.shape[0]
     refs = row_copy.as_refs(planes)
+    pairs = zip(rows, refs, strict=True)
     row_copy.copy_rows(
         Side.of(refs, slots=slots, first_slot=first_slot, layer=layer),
-        Side.of([new.reshape(-1, num_tokens, ref.shape[-1]) for new, ref in zip(rows, refs)]),
+        Side.of([new.reshape(-1, num_tokens, ref.shape[-1]) for new, ref in pairs]),
         num_tokens=num_tokens,
         num_layers=planes[0].shape[0] if layer is None else 1,
     )

@@ -24,7 +24,7 @@ from kvjax.pools.pool import (
     update,
     view,
 )
-from kvjax.slots import as_slots
+from kvjax.slots import absent_as, as_slots, check
 
 
 def move(
@@ -55,7 +55,7 @@ def copy_pages(
     disjoint: bool = False,
     implementation: str | None = None,
 ) -> Pool:
-    """Returns ``pool`` with, for every t at once, the old page ``src_pages[t]`` at ``dst_pages[t]``.
+    """Returns ``pool`` with the old page ``src_pages[t]`` at ``dst_pages[t]``, for every t at once.
 
     A page that is not there is treated as slots that are not there: skipped, or read as zeros.
 
@@ -63,19 +63,23 @@ def copy_pages(
       ValueError: the two differ in length.
       IndexError: in checks mode, a page is not there.
     """
-    dst, src = (
-        _slots_of_pages(pool, as_slots(pages, name=name))
-        for name, pages in (("dst_pages", dst_pages), ("src_pages", src_pages))
-    )
-    return move(pool, dst, src, disjoint=disjoint, implementation=implementation)
+    pages = {
+        "dst_pages": as_slots(dst_pages, name="dst_pages"),
+        "src_pages": as_slots(src_pages, name="src_pages"),
+    }
+    require_same_length(**pages)
+    page_size = pool.geometry.page_size
+    first, stop = pool.geometry.first_slot // page_size, pool.geometry.num_rows // page_size
+    for name, values in pages.items():
+        check(values, first, stop, name=name)
+    dst, src = (_slots_of(values, page_size, stop) for values in pages.values())
+    return update(move_rows, pool, dst, src, disjoint=disjoint, implementation=implementation)
 
 
-def _slots_of_pages(pool: Pool, pages: Int32[Array, " n"]) -> Int32[Array, " slots"]:
-    page_size, num_rows = pool.geometry.page_size, pool.geometry.num_rows
+def _slots_of(pages: Int32[Array, " n"], page_size: int, num_pages: int) -> Int32[Array, " slots"]:
     # A page far past the end must not come back as a slot by overflow.
-    pages = jnp.where((pages >= 0) & (pages < num_rows // page_size), pages, -1)
-    slots = pages[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
-    return slots.reshape(-1)
+    pages = absent_as(num_pages, pages, 0)
+    return (pages[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)).reshape(-1)
 
 
 def zero(pool: Pool, slots: Int[Array, " n"], *, implementation: str | None = None) -> Pool:

@@ -175,7 +175,7 @@ def require_rows(specs: Sequence[PlaneSpec], rows: Sequence[Any], *leading: int)
     """
     if len(rows) != len(specs):
         raise GeometryError(f"rows has {len(rows)} planes, the pool {len(specs)}")
-    for spec, new in zip(specs, rows):
+    for spec, new in zip(specs, rows, strict=True):
         shape = (*leading, *spec.row_shape)
         if np.shape(new) != shape or new.dtype != spec.dtype:
             raise GeometryError(

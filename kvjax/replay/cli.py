@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     memory = parser.add_argument_group("memory; SIZE is as in 4GiB, 500MB or 65536tokens")
     memory.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="%(default)s")
-    memory.add_argument("--pool", default="65536tokens", metavar="SIZE", help="%(default)s")
+    memory.add_argument("--pool", default="256MiB", metavar="SIZE", help="%(default)s")
     memory.add_argument(
-        "--host-pool", default="131072tokens", metavar="SIZE", help="%(default)s; 0tokens: none"
+        "--host-pool", default="512MiB", metavar="SIZE", help="%(default)s; 0tokens: none"
     )
 
     engine = parser.add_argument_group("engine")
@@ -98,10 +98,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     _check_numbers(args)
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise UnsupportedError("--plot needs matplotlib: pip install 'kvjax[plot]'")
+    unit_len = jobs.unit_len(args.scale, args.page_size)
     model = _model(args)
     one_page = model.geometry(args.page_size, args.page_size, args.dtype)
     geometry = _sized(one_page, args.pool)
-    unit_len = jobs.unit_len(args.scale, args.page_size)
     settings = Settings(
         num_pages=geometry.num_pages,
         page_size=args.page_size,
@@ -118,7 +118,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         source = f"{len(requests):,} requests {workload.DESCRIPTION}"
     else:
         requests = trace.read(args.trace, args.requests)
-        source = f"{len(requests):,} requests of {args.trace}"
+        source = f"{len(requests):,} requests of {args.trace.name}"
     work = jobs.make_jobs(requests, args.scale, args.page_size)
     description = f"{model.name} ({model.description})"
     if args.sweep is None:
@@ -287,6 +287,7 @@ def _sweep(
         model=model,
         scale=args.scale,
         host_tokens=settings.host_units * settings.unit_len,
+        input_tokens=sum(job.input_len for job in work),
         points=points,
         unlimited=sweep.serve_unlimited(work, settings),
     )

@@ -27,13 +27,13 @@ def save_replay(report: Report, path: pathlib.Path) -> None:
     )
 
     percent = 100 / report.geometry.num_slots
-    running = np.array([sample.running_tokens for sample in timeline]) * percent
-    cached = np.array([sample.cached_tokens for sample in timeline]) * percent
+    used = np.array([sample.used_tokens for sample in timeline]) * percent
+    idle = np.array([sample.idle_tokens for sample in timeline]) * percent
     memory.stackplot(
         minutes,
-        running,
-        cached,
-        labels=["device: running requests' own", "device: cached prefixes"],
+        used,
+        idle,
+        labels=["device: used by running requests", "device: cached prefixes, idle"],
         colors=[_DEVICE, _CACHED],
     )
     if report.host_tokens:
@@ -53,7 +53,7 @@ def save_replay(report: Report, path: pathlib.Path) -> None:
         label="recent",
     )
     hits.plot(minutes, 100 * hit / np.maximum(1, total), color=_DEVICE, label="since the start")
-    hits.set(ylabel="prefix hits, % of input tokens", ylim=(0, 100))
+    hits.set(ylabel="prefix hits, % of input tokens", ylim=(0, None))
 
     requests.plot(minutes, [s.waiting for s in timeline], color=_WAITING, label="waiting")
     requests.plot(minutes, [s.running for s in timeline], color=_DEVICE, label="running")
@@ -71,28 +71,31 @@ def save_sweep(sweep: Sweep, path: pathlib.Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.axhline(
-        100 * sweep.unlimited.hit_rate, color="black", linestyle="--", label="unlimited pool"
+        100 * sweep.hit_rate(sweep.unlimited), color="black", linestyle="--", label="unlimited pool"
     )
     if sweep.host_tokens:
         axes.plot(
             sizes,
-            [100 * point.stats.hit_rate for point in sweep.points],
+            [100 * sweep.hit_rate(point.stats) for point in sweep.points],
             color=_HOST,
             marker="o",
             label="either tier",
         )
     axes.plot(
         sizes,
-        [100 * point.stats.device_hit_rate for point in sweep.points],
+        [100 * sweep.device_hit_rate(point.stats) for point in sweep.points],
         color=_DEVICE,
         marker="o",
         label="device tier",
     )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda amount, _: format_bytes(amount))
-    axes.set(
-        title=f"{sweep.source}\n{sweep.model}, lengths / {sweep.scale}, "
+    figure.suptitle(
+        f"{sweep.source}\n{sweep.model}, lengths / {sweep.scale}, "
         f"host tier of {sweep.host_tokens:,} tokens; scheduling only",
+        fontsize="medium",
+    )
+    axes.set(
         xlabel="size of the pool",
         ylabel="prefix hits, % of input tokens",
         ylim=(0, None),

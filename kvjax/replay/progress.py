@@ -4,37 +4,32 @@ import time
 from typing import TextIO
 
 _REDRAW_S = 0.1
+_NEXT_LINE_S = 5
 _BAR_CELLS = 30
 
 
 class Progress:
-    """A bar that redraws itself on a terminal; elsewhere, a line at every tenth of the way."""
+    """A bar that redraws itself on a terminal; elsewhere, a line every few seconds."""
 
     def __init__(self, label: str, total: int, stream: TextIO) -> None:
         self._label = label
         self._total = total
         self._stream = stream
         self._live = stream.isatty()
-        self._start = time.monotonic()
-        self._drawn = 0.0
-        self._tenths = 0
+        self._start = self._shown = time.monotonic()
 
     def show(self, done: int, note: str = "") -> None:
-        """Shows that ``done`` of the total are done."""
+        """Shows that ``done`` of the total are done, if it is time to, or if that is all."""
         now = time.monotonic()
-        line = (
-            f"{self._label} {done:,} of {self._total:,} "
-            f"({done / max(1, self._total):.0%}) in {now - self._start:.0f} s{note}"
-        )
         complete = done >= self._total
+        if not complete and now - self._shown < (_REDRAW_S if self._live else _NEXT_LINE_S):
+            return
+        self._shown = now
+        share = done / max(1, self._total)
+        line = f"{self._label}: {done:,} of {self._total:,} in {now - self._start:.0f} s{note}"
         if self._live:
-            if complete or now - self._drawn >= _REDRAW_S:
-                self._drawn = now
-                cells = _BAR_CELLS * done // max(1, self._total)
-                bar = "#" * cells + "-" * (_BAR_CELLS - cells)
-                end = "\n" if complete else ""
-                self._stream.write(f"\r\x1b[K[{bar}] {line}{end}")
-        elif (tenths := 10 * done // max(1, self._total)) > self._tenths:
-            self._tenths = tenths
+            bar = "#" * int(share * _BAR_CELLS)
+            self._stream.write(f"\r\x1b[K[{bar:-<{_BAR_CELLS}}] {line}" + "\n" * complete)
+        else:
             self._stream.write(f"{line}\n")
         self._stream.flush()

@@ -69,6 +69,7 @@ class Scheduler:
             if not len(self.batch):
                 self._now_ms = max(self._now_ms, self._arrivals_ms[self._next_job])
             self._admit()
+            self._sample()
             if len(self.batch):
                 self._decode()
                 self._finish()
@@ -76,7 +77,6 @@ class Scheduler:
             self.stats.steps += 1
             if self.settings.compact_every and not self.stats.steps % self.settings.compact_every:
                 self._compact()
-            self._sample()
             yield self.stats.steps
 
     def _admit(self) -> None:
@@ -94,6 +94,7 @@ class Scheduler:
             elif (request := self._take_pages(job, num_pages, restored)) is not None:
                 admitted.append(request)
             else:
+                assert admitted or len(self.batch), "with nobody running, whatever fits is admitted"
                 break
             self._next_job += 1
         if self._spare_pages < 0:
@@ -232,16 +233,18 @@ class Scheduler:
         due = len(self.timeline) * self._arrivals_ms[-1] / _TIMELINE_SAMPLES
         if self._now_ms < due:
             return
-        unit_len, page_size = self.settings.unit_len, self.settings.page_size
+        unit_len, index = self.settings.unit_len, self.index
+        private_pages = sum(len(request.pages) for request, _ in self.batch)
+        used_units = index.num_on_device - index.num_idle
         arrived = int(np.searchsorted(self._arrivals_ms, self._now_ms, side="right"))
         self.timeline.append(
             Sample(
                 now_ms=self._now_ms,
                 running=len(self.batch),
                 waiting=arrived - self._next_job,
-                running_tokens=sum(len(request.pages) for request, _ in self.batch) * page_size,
-                cached_tokens=self.index.num_on_device * unit_len,
-                host_tokens=self.index.num_on_host * unit_len,
+                used_tokens=private_pages * self.settings.page_size + used_units * unit_len,
+                idle_tokens=index.num_idle * unit_len,
+                host_tokens=index.num_on_host * unit_len,
                 hit_tokens=self.stats.hit_tokens,
                 input_tokens=self.stats.input_tokens,
             )

@@ -40,11 +40,6 @@ class Stats:
         """The share of admitted input tokens found in either tier."""
         return self.hit_tokens / max(1, self.input_tokens)
 
-    @property
-    def device_hit_rate(self) -> float:
-        """The share of admitted input tokens found in the device tier."""
-        return self.device_hit_tokens / max(1, self.input_tokens)
-
     @contextlib.contextmanager
     def timed(self, operation: str) -> Iterator[None]:
         """Adds the time that the block takes to ``seconds[operation]``."""
@@ -57,13 +52,17 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """The state at one moment of trace time; hits and input count from the start."""
+    """The state at one moment of trace time; hits and input count from the start.
+
+    ``used_tokens`` are those of the device tier that running requests use, shared or not;
+    ``idle_tokens`` are cached there for whoever comes.
+    """
 
     now_ms: float
     running: int
     waiting: int
-    running_tokens: int
-    cached_tokens: int
+    used_tokens: int
+    idle_tokens: int
     host_tokens: int
     hit_tokens: int
     input_tokens: int

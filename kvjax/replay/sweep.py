@@ -27,14 +27,26 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Hit rates by pool size; ``unlimited`` is that of a pool in which nothing is ever evicted."""
+    """What came of several pool sizes, and of a pool in which nothing is ever evicted."""
 
     source: str
     model: str
     scale: int
     host_tokens: int
+    input_tokens: int
     points: list[Point]
     unlimited: Stats
+
+    def hit_rate(self, stats: Stats) -> float:
+        """The share of all input found in either tier.
+
+        Of all, so that sizes compare: a pool too small for a request has missed it.
+        """
+        return stats.hit_tokens / self.input_tokens
+
+    def device_hit_rate(self, stats: Stats) -> float:
+        """The share of all input found in the device tier."""
+        return stats.device_hit_tokens / self.input_tokens
 
 
 def serve(jobs: Sequence[Job], settings: Settings) -> Stats:
@@ -66,14 +78,14 @@ def to_json(sweep: Sweep) -> dict[str, Any]:
             {
                 "pool_tokens": point.geometry.num_slots,
                 "pool_bytes": point.geometry.bytes,
-                "hit_rate": point.stats.hit_rate,
-                "device_hit_rate": point.stats.device_hit_rate,
+                "hit_rate": sweep.hit_rate(point.stats),
+                "device_hit_rate": sweep.device_hit_rate(point.stats),
                 "evicted_units": point.stats.evicted_units,
                 "requests_rejected": point.stats.requests_rejected,
             }
             for point in sweep.points
         ],
-        "unlimited_hit_rate": sweep.unlimited.hit_rate,
+        "unlimited_hit_rate": sweep.hit_rate(sweep.unlimited),
     }
 
 
@@ -88,9 +100,9 @@ def to_text(sweep: Sweep) -> str:
     ]
     lines += [
         f"{format_bytes(point.geometry.bytes):>10}  {point.geometry.num_slots:>13,}  "
-        f"{point.stats.hit_rate:>6.1%}  {point.stats.device_hit_rate:>9.1%}  "
+        f"{sweep.hit_rate(point.stats):>6.1%}  {sweep.device_hit_rate(point.stats):>9.1%}  "
         f"{point.stats.requests_rejected:>8,}"
         for point in sweep.points
     ]
-    lines.append(f"{'unlimited':>10}  {'':>13}  {sweep.unlimited.hit_rate:>6.1%}")
+    lines.append(f"{'unlimited':>10}  {'':>13}  {sweep.hit_rate(sweep.unlimited):>6.1%}")
     return "\n".join(lines)

@@ -164,8 +164,9 @@ def test_requests_wait_for_their_arrival_and_for_a_row():
         [job(i, [10 * i], arrival_ms=i // 4 * 1000) for i in range(8)], make_plane(SMALL), SMALL
     )
     list(scheduler.steps())
-    # Four at once for three rows, one step each: 0 and 10 ms; the next four after a pause.
-    assert [sample.now_ms for sample in scheduler.timeline] == [10, 20, 1010, 1020]
+    # Four at once for three rows, one step each; the next four after a pause.
+    assert [sample.now_ms for sample in scheduler.timeline] == [0, 10, 1000, 1010]
+    assert [sample.running for sample in scheduler.timeline] == [3, 1, 3, 1]
     assert [sample.waiting for sample in scheduler.timeline] == [1, 0, 1, 0]
 
 
