@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Int32
 
 from kvjax.checks import enabled
@@ -66,7 +67,7 @@ def check(slots: Int[Array, " n"], first: int, stop: int, *, name: str = "slots"
     Raises:
       IndexError: names the first such slot and its position.
     """
-    if not enabled() or isinstance(slots, jax.core.Tracer):
+    if not enabled() or isinstance(slots, Tracer):
         return
     values = np.asarray(slots)
     there = (values >= first) & (values < stop)

@@ -51,13 +51,13 @@ def offload(pool: Pool, slots: Int[Array, " n"], *, chunk_tokens: int = CHUNK_TO
 
     Source: SGLang 0.4.8 ``get_cpu_copy`` (A-MHA-7, A-MLA-12).
     """
-    slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
+    host_slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
     rows = tuple(
-        np.empty((len(geometry.layers), slots.size, *spec.row_shape), spec.dtype)
+        np.empty((len(geometry.layers), host_slots.size, *spec.row_shape), spec.dtype)
         for spec in geometry.planes
     )
-    for start in range(0, slots.size, chunk_tokens):
-        chunk = slots[start : start + chunk_tokens]
+    for start in range(0, host_slots.size, chunk_tokens):
+        chunk = host_slots[start : start + chunk_tokens]
         for host, device in zip(rows, view(read_rows, pool, None, _padded(chunk)), strict=True):
             host[:, start : start + chunk.size] = np.asarray(device)[:, : chunk.size]
     return HostRows(rows, geometry.planes, geometry.layers)
@@ -86,14 +86,14 @@ def restore(
 
     Source: SGLang 0.4.8 ``load_cpu_copy`` (A-MHA-8, A-MLA-12).
     """
-    slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
+    host_slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
     if host_rows.layers != geometry.layers:
         raise GeometryError(
             f"host_rows are of layers {host_rows.layers}, the pool holds {geometry.layers}"
         )
-    require_rows(geometry.planes, host_rows.rows, len(geometry.layers), slots.size)
-    for start in range(0, slots.size, chunk_tokens):
-        chunk = slots[start : start + chunk_tokens]
+    require_rows(geometry.planes, host_rows.rows, len(geometry.layers), host_slots.size)
+    for start in range(0, host_slots.size, chunk_tokens):
+        chunk = host_slots[start : start + chunk_tokens]
         padded = _padded(chunk)
         rows = tuple(_chunk(host, start, chunk.size, padded.size) for host in host_rows.rows)
         pool = update(write_rows, pool, None, padded, stored(pool, rows))

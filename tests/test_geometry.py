@@ -146,13 +146,40 @@ def test_impossible_layer_ranges_are_refused(start, stop):
         LayerRange(start, stop)
 
 
+def test_a_host_pool_has_no_padding_page():
+    host = dataclasses.replace(MHA, padding_page=False)
+    assert (host.num_pages, host.num_rows, host.first_slot) == (3, 48, 0)
+    assert host.bytes == 48 * 2048
+
+
+@pytest.mark.parametrize("name", DTYPE_BYTES)
+def test_fp8_is_stored_as_its_bits(name):
+    plane = PlaneSpec("k", (2, 64), name)
+    assert plane.storage_dtype == ("uint8" if "float8" in name else name)
+    assert plane.row_bytes == 2 * 64 * jnp.dtype(plane.storage_dtype).itemsize
+
+
+@pytest.mark.parametrize("padding_page", [True, False], ids=["device", "host"])
 @pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
-@given(budget_bytes=st.integers(0, 4 * GIB))
-def test_fit_is_the_largest_that_fits(geometry, budget_bytes):
-    if budget_bytes < 2 * geometry.bytes_per_page:
-        with pytest.raises(GeometryError, match=f"{2 * geometry.bytes_per_page} bytes"):
+@given(budget_bytes=st.integers(0, GIB // 8))
+def test_fit_is_the_largest_that_fits(geometry, padding_page, budget_bytes):
+    geometry = dataclasses.replace(geometry, padding_page=padding_page)
+    smallest_bytes = dataclasses.replace(geometry, num_slots=geometry.page_size).bytes
+    if budget_bytes < smallest_bytes:
+        with pytest.raises(GeometryError, match=f"{budget_bytes=} .* takes {smallest_bytes}"):
             fit(geometry, budget_bytes)
         return
     fitted = fit(geometry, budget_bytes)
     assert fitted.bytes <= budget_bytes < fitted.bytes + geometry.bytes_per_page
     assert fitted == dataclasses.replace(geometry, num_slots=fitted.num_slots)
+
+
+@pytest.mark.parametrize("budget_bytes", [0, 65_535, 65_536, 98_303, 98_304])
+def test_fit_at_the_edge_of_a_page(budget_bytes):
+    """A page of MHA takes 32 768 bytes, and the padding page is one of them."""
+    pages = budget_bytes // 32_768 - 1
+    if pages < 1:
+        with pytest.raises(GeometryError, match="smallest pool takes 65536"):
+            fit(MHA, budget_bytes)
+    else:
+        assert fit(MHA, budget_bytes).num_pages == pages

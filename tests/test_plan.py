@@ -185,7 +185,7 @@ def test_json_has_the_same_numbers(capsys):
         (["llama-3.1-8b", "--tp", "3"], "cannot be split over tp_size=3"),
         (["llama-3.1-8b", "--tp", "0"], "--tp 0 must be at least 1"),
         (["llama-3.1-8b", "--memory", "80G"], "'80G' is not an amount of memory"),
-        (["llama-3.1-8b", "--memory", "1MiB"], "holds no page beside the padding page"),
+        (["llama-3.1-8b", "--memory", "1MiB"], "holds no page"),
         (["llama-3.1-8b", "--page-size", "0"], "--page-size 0 must be at least 1"),
     ],
 )

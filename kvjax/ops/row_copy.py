@@ -142,7 +142,8 @@ def copy_rows(
         tokens_per_block = max(1, min(BLOCK_BYTES // row_bytes, enough_blocks))
     operands = _Operands()
     into = _End(operands, target)
-    out_of = None if source is None else _End(operands, source)
+    # Without a source nothing is read, and the target stands in for where it would be.
+    out_of = _End(operands, source or target)
     parts = range(len(widths))
 
     @functools.partial(
@@ -169,9 +170,8 @@ def copy_rows(
             if num_tokens % tokens_per_block:
                 inside, token = token < num_tokens, jnp.minimum(token, num_tokens - 1)
             to, wanted = into.locate(refs, token)
-            if out_of is None:
-                return to, wanted & inside, to, jnp.bool(False)
-            return to, wanted & inside, *out_of.locate(refs, token)
+            place, there = out_of.locate(refs, token)
+            return to, wanted & inside, place, there & (source is not None)
 
         def load(i, _):
             _, wanted, place, there = locate(i)
@@ -210,12 +210,12 @@ def copy_rows(
                         commit_group=False,
                     )
 
-        if out_of is not None:
+        if source is not None:
             jax.lax.fori_loop(0, tokens_per_block, load, None)
         for zeros in zeros_smem:
             zeros[...] = jnp.zeros_like(zeros)
         plgpu.commit_smem()
-        if out_of is not None:
+        if source is not None:
             plgpu.barrier_wait(loaded)
         jax.lax.fori_loop(0, tokens_per_block, store, None)
         plgpu.commit_smem_to_gmem_group()

@@ -133,13 +133,15 @@ def _read(
     implementation: str | None,
 ) -> tuple[Float[Array, "n 1 _"], Float[Array, "n 1 _"]]:
     geometry = _geometry(pool)
+    (plane,) = pool.planes
     latent, rope = read_latent_rope(
-        *pool.planes,
+        plane,
         index,
         slots,
         geometry.latent_dim,
         first_slot=geometry.first_slot,
         implementation=implementation,
     )
+    (latent,), (rope,) = typed(pool, [latent]), typed(pool, [rope])
     dtype = geometry.dtype if dtype is None else dtype
-    return tuple(part.astype(dtype) for (part,) in (typed(pool, [latent]), typed(pool, [rope])))
+    return latent.astype(dtype), rope.astype(dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int32, Shaped
 
 from kvjax.errors import GeometryError, UnsupportedError
@@ -88,7 +89,7 @@ def page_view(
       GeometryError: the layer is not on this rank.
       UnsupportedError: called outside ``jit``, where a view would be a copy of the pool.
     """
-    if not any(isinstance(plane, jax.core.Tracer) for plane in pool.planes):
+    if not any(isinstance(plane, Tracer) for plane in pool.planes):
         raise UnsupportedError("page_view copies nothing inside jit only; call it there")
     geometry = pool.geometry
     first_page = geometry.layers.local(layer_id) * (geometry.num_rows // geometry.page_size)

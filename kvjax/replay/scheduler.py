@@ -164,9 +164,9 @@ class Scheduler:
             for unit in request.path[request.num_matched :]:
                 unit.pages, pages = np.split(pages, [self.settings.pages_per_unit])
             request.pages = pages.tolist()
-            # An input that was cached to its last token has prefilled nothing.
-            last_page = request.path[-1].pages[-1] if not len(own) else 0
-            self.batch.add(request, own[-1] if len(own) else (last_page + 1) * page_size - 1)
+            # An input that was cached to its last token ends with a page: the next token starts
+            # another one, wherever the last slot was.
+            self.batch.add(request, int(own[-1]) if len(own) else 0)
 
     def _input_tags(self, request: Running) -> np.ndarray:
         """The tag of every input token after the matched prefix."""

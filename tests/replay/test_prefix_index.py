@@ -149,3 +149,17 @@ def test_units_that_wait_for_their_restore_keep_their_place(host_capacity):
     assert other[0].host_unit is None
     assert index.match([100]) == []
     assert [unit.host_unit is not None for unit in waiting] == [True] * host_capacity
+
+
+def test_a_unit_that_was_on_the_host_before_is_as_old_as_its_last_use():
+    index = PrefixIndex(2)
+    first, second, third = (index.insert(None, [key]) for key in (1, 2, 3))
+    for path in (first, second):
+        index.release(path)
+        index.evict(1)
+    index.acquire(first)
+    index.restore(first[0], np.array([1], np.int32))
+    for path in (first, third):
+        index.release(path)
+        index.evict(1)
+    assert {unit.key for unit in index.on_host()} == {1, 3}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvjax.geometry import LayerRange, MHAGeometry
+from kvjax.replay import live_rows, verify
 from kvjax.replay.jobs import Job
 from kvjax.replay.null_plane import NullPlane
 from kvjax.replay.scheduler import Scheduler, Settings
@@ -184,30 +185,44 @@ def served():
     return scheduler, plane, Verifier(scheduler, plane, seed=0)
 
 
-def flip_live_bit(scheduler, planes, slot):
-    planes[1][1, slot, 0, 3] ^= 1
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_every_live_row_is_read_back(served, monkeypatch, tier):
+    scheduler, plane, verifier = served
+    monkeypatch.setattr(verify, "_CHUNK_ROWS", 3)
+    done = []
+    verifier.read_back(done.append)
+    assert verifier.verdict.ok
+    on_device, on_host = live_rows.on_device(scheduler), live_rows.on_host(scheduler)
+    assert done[-1] == len(on_device) + len(on_host)
+    assert verifier.verdict.device_rows == len(on_device) * len(plane.layers) > 3
+    assert verifier.verdict.host_rows == len(on_host) * len(plane.layers) > 3
+    # Any one bit of any of them is missed.
+    planes, live = (plane.pool, on_device) if tier == "device" else (plane.host, on_host)
+    random = np.random.default_rng(0)
+    for slot in live.slots:
+        rows = planes[random.integers(2)]
+        where = (random.integers(2), slot, 0, random.integers(4))
+        bit = rows.dtype.type(1 << random.integers(8 * rows.itemsize))
+        rows[where] ^= bit
+        again = verify.Verifier(scheduler, plane, seed=0)
+        again.read_back(lambda tokens: None)
+        rows[where] ^= bit
+        assert again.verdict.wrong_rows == 1
 
 
-def test_one_wrong_bit_on_the_device_is_found(served):
+def test_a_wrong_row_is_described(served):
     scheduler, plane, verifier = served
     (running, _), *_ = scheduler.batch
     slot = running.pages[0] * SMALL.page_size
-    flip_live_bit(scheduler, plane.pool, slot)
-    verifier.read_back(lambda tokens: None)
-    assert verifier.verdict.wrong_rows == 1
-    assert verifier.verdict.messages == [
-        f"device slot {slot}, layer 3, plane v: not the row of request 2 at position 4"
-    ]
-
-
-def test_one_wrong_bit_on_the_host_is_found(served):
-    scheduler, plane, verifier = served
+    plane.pool[1][1, slot, 0, 3] ^= 1
     unit = next(scheduler.index.on_host())
-    slot = unit.host_unit * SMALL.unit_len
-    flip_live_bit(scheduler, plane.host, slot)
+    host_slot = unit.host_unit * SMALL.unit_len
+    plane.host[0][0, host_slot, 0, 0] ^= 1
     verifier.read_back(lambda tokens: None)
     assert verifier.verdict.messages == [
-        f"host slot {slot}, layer 3, plane v: not the row of cached unit {unit.key} at position 0"
+        f"device slot {slot}, layer 3, plane v: not the row of request 2 at position 4",
+        f"host slot {host_slot}, layer 2, plane k: not the row of cached unit {unit.key} "
+        f"at position {unit.depth * SMALL.unit_len}",
     ]
 
 
