@@ -1,0 +1,218 @@
+"""How are a data plane's operations done with kvjax?
+
+Arrays are padded to powers of two, with slots that are not there, so that few shapes compile. All
+calls are made under ``jit``: checks mode, which refuses such slots, is for callers who have none.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax import allocators
+from kvjax.geometry import Geometry, MLAGeometry
+from kvjax.replay import content
+from kvjax.replay.data_plane import page_slots
+from kvjax.replay.scheduler import Settings
+
+_NOWHERE = -1
+_SMALLEST_BUCKET = 64
+_MOST_WRITTEN = 8192  # tokens written at once: bounds the temporaries and what has to compile
+
+
+class KvjaxPlane:
+    """A ``ReadablePlane`` of a kvjax pool, a page allocator and a host pool."""
+
+    def __init__(self, geometry: Geometry, settings: Settings) -> None:
+        self.planes = geometry.planes
+        self.layers = geometry.layers
+        self.pool = kvjax.create(geometry)
+        # A host tier without room is never copied to, but no pool is empty.
+        host_units = max(settings.host_units, 1)
+        self.host_pool = kvjax.create(
+            dataclasses.replace(
+                geometry, num_slots=host_units * settings.unit_len, padding_page=False
+            )
+        )
+        self._allocator = kvjax.PageAllocator.create(geometry.num_slots, geometry.page_size)
+        self._page_size = geometry.page_size
+        self._sequences = _bucket(settings.concurrency)
+
+    def prefill(self, prefix_lens, seq_lens, tags, positions) -> np.ndarray:
+        slots = self._allocate(prefix_lens, seq_lens)
+        for start in range(0, len(slots), _MOST_WRITTEN):
+            part = slice(start, start + _MOST_WRITTEN)
+            size = _bucket(len(slots[part]))
+            self.pool = _write(
+                self.pool,
+                _padded_slots(slots[part]),
+                _padded(tags[part], size),
+                _padded(positions[part], size),
+            )
+        jax.block_until_ready(self.pool)
+        return slots
+
+    def decode(self, seq_lens, last_slots, tags, positions) -> np.ndarray:
+        self.pool, self._allocator, slots = _decode(
+            self.pool,
+            self._allocator,
+            _padded(seq_lens, self._sequences),  # a sequence of length 0 gets no slot
+            _padded(last_slots, self._sequences, _NOWHERE),
+            _padded(tags, self._sequences),
+            _padded(positions, self._sequences),
+        )
+        jax.block_until_ready(self.pool)
+        return _handed_out(slots, len(seq_lens))
+
+    def free(self, pages) -> None:
+        # One slot of a page frees it.
+        self._allocator = _free(self._allocator, _padded_slots(pages * self._page_size))
+        jax.block_until_ready(self._allocator)
+
+    def offload(self, pages, host_slots) -> None:
+        slots = page_slots(pages, self._page_size)
+        self.host_pool = _copy(
+            self.host_pool, self.pool, _padded_slots(host_slots), _padded_slots(slots)
+        )
+        jax.block_until_ready(self.host_pool)
+
+    def restore(self, host_slots) -> np.ndarray:
+        length = np.array([len(host_slots)], np.int32)
+        slots = self._allocate(np.zeros_like(length), length)
+        self.pool = _copy(
+            self.pool, self.host_pool, _padded_slots(slots), _padded_slots(host_slots)
+        )
+        jax.block_until_ready(self.pool)
+        return slots[:: self._page_size] // self._page_size
+
+    def compact(self, pages) -> None:
+        length = np.array([len(pages) * self._page_size], np.int32)
+        # An allocator as it was created hands out its pages from the first on.
+        self._allocator = _clear(self._allocator)
+        new_slots = self._allocate(np.zeros_like(length), length)
+        slots = page_slots(pages, self._page_size)
+        moved = slots != new_slots
+        self.pool = _move(self.pool, _padded_slots(new_slots[moved]), _padded_slots(slots[moved]))
+        jax.block_until_ready(self.pool)
+
+    def num_free_pages(self) -> int:
+        return int(allocators.available(self._allocator)) // self._page_size
+
+    def read_layer(self, layer_id, slots) -> tuple[np.ndarray, ...]:
+        return self._bits(
+            _read_layer(self.pool, layer_id, _padded_slots(slots)), np.s_[: len(slots)]
+        )
+
+    def read(self, slots) -> tuple[np.ndarray, ...]:
+        return self._bits(_gather(self.pool, _padded_slots(slots)), np.s_[:, : len(slots)])
+
+    def read_host(self, host_slots) -> tuple[np.ndarray, ...]:
+        rows = _gather(self.host_pool, _padded_slots(host_slots))
+        return self._bits(rows, np.s_[:, : len(host_slots)])
+
+    def _allocate(self, prefix_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+        total = int((seq_lens - prefix_lens).sum())
+        self._allocator, slots = _extend(
+            self._allocator,
+            _padded(prefix_lens, self._sequences),
+            _padded(seq_lens, self._sequences),
+            num_tokens=_bucket(total),
+        )
+        return _handed_out(slots, total)
+
+    def _bits(self, rows: Any, which: Any) -> tuple[np.ndarray, ...]:
+        return tuple(
+            np.asarray(plane_rows)[which].view(content.bits_dtype(plane.dtype))
+            for plane, plane_rows in zip(self.planes, jax.tree.leaves(rows), strict=True)
+        )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(pool: kvjax.Pool, slots: jax.Array, tags: jax.Array, positions: jax.Array) -> kvjax.Pool:
+    """Writes the rows of these tags and positions in every layer."""
+    geometry = pool.geometry
+
+    def write_layer(layer_id: jax.Array, pool: kvjax.Pool) -> kvjax.Pool:
+        rows = [
+            jax.lax.bitcast_convert_type(
+                content.row_bits(jnp, plane, number, layer_id, tags, positions),
+                jnp.dtype(plane.dtype),
+            )
+            for number, plane in enumerate(geometry.planes)
+        ]
+        if isinstance(geometry, MLAGeometry):
+            latent, rope = jnp.split(rows[0], [geometry.latent_dim], axis=-1)
+            return kvjax.mla.write(pool, layer_id, slots, latent, rope)
+        return kvjax.mha.write(pool, layer_id, slots, *rows)
+
+    return jax.lax.fori_loop(geometry.layers.start, geometry.layers.stop, write_layer, pool)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _decode(
+    pool: kvjax.Pool,
+    allocator: kvjax.PageAllocator,
+    seq_lens: jax.Array,
+    last_slots: jax.Array,
+    tags: jax.Array,
+    positions: jax.Array,
+) -> tuple[kvjax.Pool, kvjax.PageAllocator, jax.Array]:
+    """A whole step: a slot for each sequence's newest token, and its rows in every layer."""
+    allocator, slots, _ = allocators.decode(allocator, seq_lens, last_slots)
+    return _write(pool, slots, tags, positions), allocator, slots
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="num_tokens")
+def _extend(
+    allocator: kvjax.PageAllocator, prefix_lens: jax.Array, seq_lens: jax.Array, num_tokens: int
+) -> tuple[kvjax.PageAllocator, jax.Array]:
+    """Slots for what sequences have beyond prefixes that end with a page."""
+    last_slots = jnp.full_like(seq_lens, _NOWHERE)
+    allocator, slots, _ = allocators.extend(
+        allocator, prefix_lens, seq_lens, last_slots, num_tokens
+    )
+    return allocator, slots
+
+
+@jax.jit
+def _read_layer(pool: kvjax.Pool, layer_id: jax.Array, slots: jax.Array) -> Any:
+    if isinstance(pool.geometry, MLAGeometry):
+        return (jnp.concatenate(kvjax.mla.read(pool, layer_id, slots), axis=-1),)
+    return kvjax.mha.read(pool, layer_id, slots)
+
+
+_free = jax.jit(allocators.free, donate_argnums=0)
+_clear = jax.jit(allocators.clear, donate_argnums=0)
+_move = jax.jit(kvjax.move, donate_argnums=0)
+_gather = jax.jit(kvjax.gather)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copy(
+    target: kvjax.Pool, source: kvjax.Pool, target_slots: jax.Array, source_slots: jax.Array
+) -> kvjax.Pool:
+    return kvjax.copy_rows(target, target_slots, source, source_slots)
+
+
+def _bucket(count: int) -> int:
+    """The padded size of an array: few sizes, at most twice as large."""
+    return max(_SMALLEST_BUCKET, 1 << (count - 1).bit_length())
+
+
+def _padded(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+    return np.pad(array, (0, size - len(array)), constant_values=value)
+
+
+def _padded_slots(slots: np.ndarray) -> np.ndarray:
+    return _padded(slots, _bucket(len(slots)), _NOWHERE)
+
+
+def _handed_out(slots: jax.Array, count: int) -> np.ndarray:
+    """The first ``count`` slots, which an allocator that ran short would have left out."""
+    array = np.asarray(slots)[:count]
+    assert (array >= 0).all(), "the scheduler asked for more pages than are free"
+    return array
