@@ -2,14 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import kvjax.__main__ as command
 from kvjax.replay import cli
+from kvjax.replay.kvjax_plane import KvjaxPlane
 
 SERVED = ["--requests", "40", "--scale", "64", "--page-size", "4", "--concurrency", "8"]
 SMALL = [*SERVED, "--layers", "2", "--head-dim", "8"]
-TIGHT = ["--pool", "3072tokens", "--host-pool", "4096tokens", "--compact-every", "20"]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -101,3 +102,121 @@ def test_bench_says_where_it_is_found(monkeypatch, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert command.main(["bench"]) == 2
     assert "clone of the repository" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trace_path(tmp_path_factory):
+    """Conversations that grow, over more prefixes than the pools below hold."""
+    random = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("traces") / "small.jsonl"
+    prefixes, lines, next_id = [(0,)], [], 1
+    for number in range(60):
+        prefix = prefixes[random.integers(len(prefixes))]
+        added = int(random.integers(1, 4))
+        hash_ids = (*prefix, *range(next_id, next_id + added))
+        next_id += added
+        prefixes.append(hash_ids[:-1])  # the last block is partial
+        lines.append(
+            {
+                "timestamp": 600 * number,
+                "input_length": (len(hash_ids) - 1) * 512 + 300,
+                "output_length": int(random.integers(1, 900)),
+                "hash_ids": hash_ids,
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+TINY = ["--scale", "64", "--page-size", "4", "--concurrency", "4", "--layers", "2"]
+TINY += ["--head-dim", "8", "--compact-every", "9", "--verify-every", "5"]
+TINY += ["--pool", "256tokens", "--host-pool", "160tokens"]
+
+
+def test_a_replay_uses_everything_and_is_verified(capsys, trace_path, tmp_path):
+    plot = tmp_path / "replay.png"
+    assert run(trace_path, *TINY, "--plot", plot) == 0
+    printed = capsys.readouterr().out
+    assert "60 requests of small.jsonl" in printed
+    assert printed.endswith("verified, bit for bit\n")
+    assert plot.read_bytes().startswith(PNG)
+
+
+def test_json_has_what_happened(capsys, trace_path):
+    assert run(trace_path, *TINY, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["requests_finished"] == 60
+    assert result["verification"]["ok"] is True
+    assert result["pages"]["free"] + result["pages"]["cached"] == result["pages"]["total"] == 64
+    for count in ("offloaded_tokens", "restored_tokens", "moved_tokens", "dropped_units"):
+        assert result[count] > 0
+    assert result["prefill_tokens"] == result["input_tokens"] * (1 - result["hit_rate"])
+    for part in ("sampled_rows", "device_rows", "host_rows"):
+        assert result["verification"][part] > 0
+    assert sum(result["seconds"].values()) == pytest.approx(result["wall_seconds"])
+
+
+def test_a_latent_cache_is_replayed(capsys, trace_path):
+    latent = ["--latent-dim", "16", "--rope-dim", "4", "--dtype", "float16"]
+    options = [option for option in TINY if option not in ("--head-dim", "8")]
+    assert run(trace_path, *options, *latent) == 0
+    printed = capsys.readouterr().out
+    assert "2 layers, MLA latent 16 + rope 4" in printed
+    assert printed.endswith("verified, bit for bit\n")
+
+
+def test_requests_larger_than_the_pool_are_reported(capsys, trace_path):
+    assert run(trace_path, *TINY[:-4], "--pool", "32tokens", "--host-pool", "0tokens") == 0
+    printed = capsys.readouterr().out
+    (rejected,) = (line for line in printed.splitlines() if line.startswith("rejected"))
+    assert "requests larger than the pool: number " in rejected
+    assert printed.endswith("verified, bit for bit\n")
+
+
+def test_without_a_trace_it_says_what_it_serves(capsys):
+    assert run("--requests", "3", *TINY, "--pool", "8192tokens") == 0
+    printed = capsys.readouterr().out
+    assert "3 requests generated, with the statistics of Mooncake's conversation trace" in printed
+
+
+def test_a_wrong_row_fails_the_replay(capsys, trace_path, monkeypatch):
+    def flipped(self, slots):
+        k, v = read(self, slots)
+        v = v.copy()
+        v[-1, -1, -1, -1] ^= 1
+        return k, v
+
+    read = KvjaxPlane.read
+    monkeypatch.setattr(KvjaxPlane, "read", flipped)
+    assert run(trace_path, *TINY) == 1
+    printed = capsys.readouterr().out
+    assert "WRONG" in printed
+    assert printed.endswith("FAILED: 1 wrong rows\n")
+
+
+def test_a_wrong_sample_stops_the_replay(capsys, trace_path, monkeypatch):
+    read_layer = KvjaxPlane.read_layer
+    monkeypatch.setattr(
+        KvjaxPlane,
+        "read_layer",
+        lambda self, layer_id, slots: tuple(rows + 1 for rows in read_layer(self, layer_id, slots)),
+    )
+    assert run(trace_path, *TINY) == 1
+    printed = capsys.readouterr().out
+    assert "requests in 5 steps" in printed
+    assert printed.endswith("FAILED: 64 wrong rows\n")
+
+
+def test_control_c_prints_the_summary_so_far(capsys, trace_path, monkeypatch):
+    def interrupted(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 50:
+            raise KeyboardInterrupt
+        return decode(self, *arguments)
+
+    calls, decode = [], KvjaxPlane.decode
+    monkeypatch.setattr(KvjaxPlane, "decode", interrupted)
+    assert run(trace_path, *TINY) == 130
+    printed = capsys.readouterr().out
+    assert "requests in 49 steps" in printed
+    assert printed.endswith("interrupted; nothing was read back\n")

@@ -112,16 +112,21 @@ class Verifier:
         self, where: str, found: tuple[np.ndarray, ...], layer_ids: range, rows: LiveRows
     ) -> None:
         expected = content.expected_rows(self._plane.planes, layer_ids, rows.tags, rows.positions)
-        for plane, got, wanted in zip(self._plane.planes, found, expected, strict=True):
-            differs = (got != wanted).reshape(len(layer_ids), len(rows), -1).any(-1)
-            for layer, row in np.argwhere(differs):
-                self.verdict.wrong_rows += 1
-                if len(self.verdict.messages) < _MESSAGES:
-                    self.verdict.messages.append(
-                        f"{where} slot {rows.slots[row]}, layer {layer_ids[layer]}, plane "
-                        f"{plane.name}: not the row of {content.describe_tag(int(rows.tags[row]))} "
-                        f"at position {rows.positions[row]}"
-                    )
+        differs = np.stack(
+            [
+                (got != wanted).reshape(len(layer_ids), len(rows), -1).any(-1)
+                for got, wanted in zip(found, expected, strict=True)
+            ]
+        )
+        self.verdict.wrong_rows += int(differs.any(0).sum())
+        for plane, layer, row in np.argwhere(differs):
+            if len(self.verdict.messages) >= _MESSAGES:
+                break
+            self.verdict.messages.append(
+                f"{where} slot {rows.slots[row]}, layer {layer_ids[layer]}, plane "
+                f"{self._plane.planes[plane].name}: not the row of "
+                f"{content.describe_tag(int(rows.tags[row]))} at position {rows.positions[row]}"
+            )
 
 
 def _chunks(rows: LiveRows) -> Iterator[LiveRows]:
