@@ -56,13 +56,14 @@ def _mosaic_gpu(
     planes: Planes, layer: Layer, slots: Slots, rows: Rows, *, first_slot: int
 ) -> Planes:
     num_tokens = slots.shape[0]
+    num_layers = planes[0].shape[0] if layer is None else 1
     refs = row_copy.as_refs(planes)
     pairs = zip(rows, refs, strict=True)
     row_copy.copy_rows(
         Side.of(refs, slots=slots, first_slot=first_slot, layer=layer),
-        Side.of([new.reshape(-1, num_tokens, ref.shape[-1]) for new, ref in pairs]),
+        Side.of([new.reshape(num_layers, num_tokens, ref.shape[-1]) for new, ref in pairs]),
         num_tokens=num_tokens,
-        num_layers=planes[0].shape[0] if layer is None else 1,
+        num_layers=num_layers,
     )
     return row_copy.frozen(refs, planes)
 
