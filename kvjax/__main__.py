@@ -12,7 +12,10 @@ from kvjax.replay import cli as replay
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit code: 2 for input that is refused, with the reason."""
+    """Runs a subcommand; returns the exit code.
+
+    2: input that is refused, with the reason; 130: interrupted, as shells say it.
+    """
     parser = argparse.ArgumentParser(prog="kvjax", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for module, name, text in (
@@ -34,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, UnsupportedError) as error:
         print(f"kvjax {args.command}: {error}", file=sys.stderr)
         return 2
-    return work()
+    try:
+        return work()
+    except KeyboardInterrupt:
+        return 130
 
 
 def _prepare_bench(args: argparse.Namespace) -> Callable[[], int]:

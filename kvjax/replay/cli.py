@@ -1,27 +1,21 @@
-"""The arguments of ``kvjax replay``, and what is done with them."""
+"""What do the arguments of ``kvjax replay`` ask for?"""
 
 import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
 import pathlib
 import re
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvjax import presets
 from kvjax.errors import UnsupportedError
 from kvjax.geometry import DTYPE_BYTES, Geometry, fit
 from kvjax.plan import parse_bytes
-from kvjax.replay import jobs, report, sweep, trace, workload
-from kvjax.replay.progress import Progress
-from kvjax.replay.scheduler import Scheduler, Settings
-from kvjax.replay.verify import Verifier
+from kvjax.replay import jobs, run, trace, workload
+from kvjax.replay.report import Subject
+from kvjax.replay.scheduler import Settings
 
-_INTERRUPTED = 130  # as shells report SIGINT
-_SAMPLED_ROWS = 64  # rows checked at once while running
 _SMALL_MODEL = presets.MHAModel("custom", layers=4, num_kv_heads=2, head_dim=32)
 _SWEEP_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
@@ -54,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--concurrency", type=int, default=64, metavar="N", help="%(default)s")
+    engine.add_argument("--concurrency", type=int, default=48, metavar="N", help="%(default)s")
     engine.add_argument(
         "--step-ms",
         type=float,
@@ -71,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=50,
         metavar="STEPS",
-        help=f"check {_SAMPLED_ROWS} rows while running, 0: only at the end (%(default)s)",
+        help=f"check {run.SAMPLED_ROWS} rows while running, 0: only at the end (%(default)s)",
     )
 
     output = parser.add_argument_group("output")
@@ -120,19 +114,16 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         requests = trace.read(args.trace, args.requests)
         source = f"{len(requests):,} requests of {args.trace.name}"
     work = jobs.make_jobs(requests, args.scale, args.page_size)
-    description = f"{model.name} ({model.description})"
+    subject = Subject(source, f"{model.name} ({model.description})", args.scale)
+    output = run.Output(args.json, args.plot)
     if args.sweep is None:
-        return functools.partial(_replay, args, source, description, geometry, settings, work)
-    sizes = (
-        args.sweep.split(",")
-        if args.sweep
-        else [
-            f"{int(geometry.num_pages * factor) * args.page_size}tokens"
-            for factor in _SWEEP_FACTORS
-        ]
-    )
-    geometries = [_sized(one_page, size) for size in sizes]
-    return functools.partial(_sweep, args, source, description, geometries, settings, work)
+        checks = run.Checks(args.verify_every, args.seed)
+        return functools.partial(run.replay, subject, geometry, settings, work, checks, output)
+    geometries = [_sized(one_page, size) for size in args.sweep.split(",") if size] or [
+        dataclasses.replace(geometry, num_slots=int(geometry.num_pages * factor) * args.page_size)
+        for factor in _SWEEP_FACTORS
+    ]
+    return functools.partial(run.sweep_sizes, subject, geometries, settings, work, output)
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -195,106 +186,3 @@ def _host_tokens(size: str, bytes_per_token: int) -> int:
 def _tokens(size: str) -> int | None:
     match = re.fullmatch(r"([0-9]+)tokens", size)
     return None if match is None else int(match[1])
-
-
-def _replay(
-    args: argparse.Namespace,
-    source: str,
-    model: str,
-    geometry: Geometry,
-    settings: Settings,
-    work: Sequence[jobs.Job],
-) -> int:
-    from kvjax.replay.kvjax_plane import KvjaxPlane  # loads JAX, which refusing input does not need
-
-    start = time.perf_counter()
-    plane = KvjaxPlane(geometry, settings)
-    scheduler = Scheduler(work, plane, settings)
-    verifier = Verifier(scheduler, plane, args.seed)
-    audit, interrupted = None, False
-    try:
-        _serve(scheduler, verifier, args.verify_every, len(work))
-        if verifier.verdict.ok:
-            audit = _read_back(scheduler, verifier)
-    except KeyboardInterrupt:
-        interrupted = True
-    result = report.Report(
-        source=source,
-        model=model,
-        scale=args.scale,
-        geometry=geometry,
-        scheduler=scheduler,
-        wall_s=time.perf_counter() - start,
-        interrupted=interrupted,
-        verdict=verifier.verdict,
-        audit=audit,
-    )
-    print(json.dumps(report.to_json(result), indent=2) if args.json else report.to_text(result))
-    if args.plot is not None:
-        from kvjax.replay import plot
-
-        plot.save_replay(result, args.plot)
-    if interrupted:
-        return _INTERRUPTED
-    return 0 if verifier.verdict.ok else 1
-
-
-def _serve(scheduler: Scheduler, verifier: Verifier, verify_every: int, num_jobs: int) -> None:
-    """Serves everything, or up to the first wrong row."""
-    progress = Progress("requests", num_jobs, sys.stderr)
-    stats = scheduler.stats
-    for step in scheduler.steps():
-        if verify_every and step % verify_every == 0:
-            with stats.timed("sample"):
-                verifier.sample(_SAMPLED_ROWS)
-            if not verifier.verdict.ok:
-                return
-        progress.show(
-            stats.requests_finished + stats.requests_rejected,
-            f", {stats.hit_rate:.0%} hits, {len(scheduler.batch)} running",
-        )
-
-
-def _read_back(scheduler: Scheduler, verifier: Verifier) -> dict[str, int]:
-    settings = scheduler.settings
-    index = scheduler.index
-    progress = Progress(
-        "tokens read back",
-        (index.num_on_device + index.num_on_host) * settings.unit_len,
-        sys.stderr,
-    )
-    with scheduler.stats.timed("read back"):
-        verifier.read_back(progress.show)
-        return verifier.audit()
-
-
-def _sweep(
-    args: argparse.Namespace,
-    source: str,
-    model: str,
-    geometries: Sequence[Geometry],
-    settings: Settings,
-    work: Sequence[jobs.Job],
-) -> int:
-    progress = Progress("pool sizes", len(geometries) + 1, sys.stderr)
-    points = []
-    for geometry in geometries:
-        sized = dataclasses.replace(settings, num_pages=geometry.num_pages)
-        points.append(sweep.Point(geometry, sweep.serve(work, sized)))
-        progress.show(len(points))
-    result = sweep.Sweep(
-        source=source,
-        model=model,
-        scale=args.scale,
-        host_tokens=settings.host_units * settings.unit_len,
-        input_tokens=sum(job.input_len for job in work),
-        points=points,
-        unlimited=sweep.serve_unlimited(work, settings),
-    )
-    progress.show(len(points) + 1)
-    print(json.dumps(sweep.to_json(result), indent=2) if args.json else sweep.to_text(result))
-    if args.plot is not None:
-        from kvjax.replay import plot
-
-        plot.save_sweep(result, args.plot)
-    return 0

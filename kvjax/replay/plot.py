@@ -20,7 +20,7 @@ def save_replay(report: Report, path: pathlib.Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(10, 8), layout="constrained")
     memory, hits, requests = figure.subplots(3, 1, sharex=True, height_ratios=(5, 4, 4))
     figure.suptitle(
-        f"{report.source}\n{report.model}, lengths / {report.scale}, "
+        f"{report.subject.source}\n{report.subject.model}, lengths / {report.subject.scale}, "
         f"device tier {format_bytes(report.geometry.bytes)}, "
         f"host tier {format_bytes(report.host_bytes)}",
         fontsize="medium",
@@ -91,7 +91,7 @@ def save_sweep(sweep: Sweep, path: pathlib.Path) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda amount, _: format_bytes(amount))
     figure.suptitle(
-        f"{sweep.source}\n{sweep.model}, lengths / {sweep.scale}, "
+        f"{sweep.subject.source}\n{sweep.subject.model}, lengths / {sweep.subject.scale}, "
         f"host tier of {sweep.host_tokens:,} tokens; scheduling only",
         fontsize="medium",
     )

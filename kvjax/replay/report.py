@@ -12,12 +12,19 @@ _REJECTED_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """One replay. ``audit`` is ``None`` where it ended early, and nothing was read back."""
+class Subject:
+    """What was served: ``source`` and ``model`` in words, every length divided by ``scale``."""
 
     source: str
     model: str
     scale: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One replay. ``audit`` is ``None`` where it ended early, and nothing was read back."""
+
+    subject: Subject
     geometry: Geometry
     scheduler: Scheduler
     wall_s: float
@@ -49,9 +56,7 @@ def to_json(report: Report) -> dict[str, Any]:
     stats = dataclasses.asdict(scheduler.stats)
     del stats["seconds"]
     return {
-        "source": report.source,
-        "model": report.model,
-        "scale": report.scale,
+        **dataclasses.asdict(report.subject),
         "dtypes": [plane.dtype for plane in geometry.planes],
         "pool": {"tokens": geometry.num_slots, "bytes": geometry.bytes},
         "host_pool": {"tokens": report.host_tokens, "bytes": report.host_bytes},
@@ -78,9 +83,12 @@ def _setup(report: Report) -> list[tuple[str, str]]:
     geometry, settings = report.geometry, report.scheduler.settings
     dtypes = " and ".join(dict.fromkeys(plane.dtype for plane in geometry.planes))
     return [
-        ("trace", report.source),
-        ("lengths", f"divided by {report.scale}; prefixes cached by {settings.unit_len} tokens"),
-        ("model", f"{report.model}, {dtypes}"),
+        ("trace", report.subject.source),
+        (
+            "lengths",
+            f"divided by {report.subject.scale}; prefixes cached by {settings.unit_len} tokens",
+        ),
+        ("model", f"{report.subject.model}, {dtypes}"),
         (
             "device tier",
             f"{geometry.num_slots:,} tokens in pages of {geometry.page_size}, "

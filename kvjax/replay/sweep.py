@@ -8,6 +8,7 @@ from kvjax.geometry import Geometry
 from kvjax.plan import format_bytes
 from kvjax.replay.jobs import Job
 from kvjax.replay.null_plane import NullPlane
+from kvjax.replay.report import Subject
 from kvjax.replay.scheduler import Scheduler, Settings
 from kvjax.replay.stats import Stats
 
@@ -29,9 +30,7 @@ class Point:
 class Sweep:
     """What came of several pool sizes, and of a pool in which nothing is ever evicted."""
 
-    source: str
-    model: str
-    scale: int
+    subject: Subject
     host_tokens: int
     input_tokens: int
     points: list[Point]
@@ -69,9 +68,7 @@ def serve_unlimited(jobs: Sequence[Job], settings: Settings) -> Stats:
 def to_json(sweep: Sweep) -> dict[str, Any]:
     """The sweep as plain data; sizes in bytes and tokens."""
     return {
-        "source": sweep.source,
-        "model": sweep.model,
-        "scale": sweep.scale,
+        **dataclasses.asdict(sweep.subject),
         "host_tokens": sweep.host_tokens,
         "note": NOTE,
         "points": [
@@ -92,8 +89,9 @@ def to_json(sweep: Sweep) -> dict[str, Any]:
 def to_text(sweep: Sweep) -> str:
     """The sweep as a table for people."""
     lines = [
-        f"{sweep.source}",
-        f"{sweep.model}, lengths / {sweep.scale}, host tier of {sweep.host_tokens:,} tokens",
+        sweep.subject.source,
+        f"{sweep.subject.model}, lengths / {sweep.subject.scale}, "
+        f"host tier of {sweep.host_tokens:,} tokens",
         NOTE,
         "",
         f"{'pool':>10}  {'tokens':>13}  {'hits':>6}  {'on device':>9}  {'rejected':>8}",
