@@ -11,15 +11,19 @@ def narrow(
     """Returns ``values / scale`` in ``dtype``; of an fp8 dtype the bits, as ``uint8``.
 
     Values that have the dtype already keep their bits, and the scale is ignored. Else the division
-    is done in float32, and the cast rounds to nearest even. A cast to fp8 saturates at the largest
-    finite value, infinities included; NaN stays NaN.
+    is done in float32 (on CPU, XLA takes its subnormal numbers for zeros), and both it and the cast
+    round to nearest even. A cast to fp8 saturates at the largest finite value, infinities included;
+    NaN stays NaN.
 
     Source: SGLang 0.4.8 ``set_kv_buffer`` (A-MHA-14), overflow settled here (A-FP8).
     """
     is_fp8 = dtype.startswith("float8")
     if values.dtype != dtype:
         if scale is not None:
-            values = values.astype(jnp.float32) / scale
+            values = values.astype(jnp.float32)
+            # XLA turns a division by one number into a multiplication by its inverse, which
+            # rounds twice; not one by numbers that depend on the values.
+            values = values / jnp.where(jnp.isnan(values), values, scale)
         if is_fp8:
             limit = float(jnp.finfo(dtype).max)
             values = jnp.clip(values.astype(jnp.float32), -limit, limit)
