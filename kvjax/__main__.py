@@ -14,7 +14,8 @@ from kvjax.replay import cli as replay
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code.
 
-    2: input that is refused, with the reason; 130: interrupted, as shells say it.
+    2: input that is refused or asks for more memory than there is, with the reason;
+    130: interrupted, as shells say it.
     """
     parser = argparse.ArgumentParser(prog="kvjax", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -35,12 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # ours and keeps its traceback.
         work = args.prepare(args)
     except (ValueError, OSError, UnsupportedError) as error:
-        print(f"kvjax {args.command}: {error}", file=sys.stderr)
-        return 2
+        return _refused(args.command, error)
     try:
         return work()
+    except MemoryError as error:
+        return _refused(args.command, error)
     except KeyboardInterrupt:
         return 130
+
+
+def _refused(name: str, reason: Exception) -> int:
+    print(f"kvjax {name}: {reason}", file=sys.stderr)
+    return 2
 
 
 def _prepare_bench(args: argparse.Namespace) -> Callable[[], int]:

@@ -38,6 +38,8 @@ def run(*arguments):
         (["--rope-dim", "64"], "--kv-heads and --head-dim, or --latent-dim"),
         (["--layers", "0"], "layers"),
         (["no-such-trace.jsonl"], "No such file"),
+        (["--plot", "plot.jpg"], "--plot plot.jpg must end in .png"),
+        (["--plot", "no-such-folder/plot.png"], "and be in a folder that exists"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_a_reason(capsys, arguments, message):
@@ -171,6 +173,11 @@ def test_requests_larger_than_the_pool_are_reported(capsys, trace_path):
     (rejected,) = (line for line in printed.splitlines() if line.startswith("rejected"))
     assert "requests larger than the pool: number " in rejected
     assert printed.endswith("verified, bit for bit\n")
+
+
+def test_a_pool_larger_than_memory_is_refused(capsys):
+    assert run(*SMALL, "--pool", "100TiB", "--head-dim", "4096", "--host-pool", "0tokens") == 2
+    assert "kvjax replay: no room for a pool of " in capsys.readouterr().err
 
 
 def test_without_a_trace_it_says_what_it_serves(capsys):

@@ -90,8 +90,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
       UnsupportedError: the model has layers that keep no KV rows, or matplotlib is missing.
     """
     _check_numbers(args)
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UnsupportedError("--plot needs matplotlib: pip install 'kvjax[plot]'")
+    if args.plot is not None:
+        _check_plot(args.plot)
     unit_len = jobs.unit_len(args.scale, args.page_size)
     model = _model(args)
     one_page = model.geometry(args.page_size, args.page_size, args.dtype)
@@ -124,6 +124,14 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         for factor in _SWEEP_FACTORS
     ]
     return functools.partial(run.sweep_sizes, subject, geometries, settings, work, output)
+
+
+def _check_plot(path: pathlib.Path) -> None:
+    """Finds out before the replay what would only go wrong after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnsupportedError("--plot needs matplotlib: pip install 'kvjax[plot]'")
+    if path.suffix != ".png" or not path.parent.is_dir():
+        raise ValueError(f"--plot {path} must end in .png and be in a folder that exists")
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

@@ -28,16 +28,24 @@ class KvjaxPlane:
     """A ``ReadablePlane`` of a kvjax pool, a page allocator and a host pool."""
 
     def __init__(self, geometry: Geometry, settings: Settings) -> None:
+        """Allocates everything.
+
+        Raises:
+          MemoryError: there is no room.
+        """
+        # A host tier without room is never copied to, but no pool is empty.
+        host_slots = max(settings.host_units, 1) * settings.unit_len
+        host_geometry = dataclasses.replace(geometry, num_slots=host_slots, padding_page=False)
         self.planes = geometry.planes
         self.layers = geometry.layers
-        self.pool = kvjax.create(geometry)
-        # A host tier without room is never copied to, but no pool is empty.
-        host_units = max(settings.host_units, 1)
-        self.host_pool = kvjax.create(
-            dataclasses.replace(
-                geometry, num_slots=host_units * settings.unit_len, padding_page=False
-            )
-        )
+        try:
+            self.pool = kvjax.create(geometry)
+            self.host_pool = kvjax.create(host_geometry)
+        except jax.errors.JaxRuntimeError as error:
+            raise MemoryError(
+                f"no room for a pool of {geometry.bytes} bytes and one of {host_geometry.bytes} "
+                f"in the host tier: {error}"
+            ) from None
         self._allocator = kvjax.PageAllocator.create(geometry.num_slots, geometry.page_size)
         self._page_size = geometry.page_size
         self._sequences = _bucket(settings.concurrency)

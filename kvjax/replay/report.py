@@ -65,7 +65,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "hit_rate": scheduler.stats.hit_rate,
         **stats,
         "dropped_units": scheduler.index.num_dropped,
-        "rejected_requests": [job.number for job in scheduler.rejected],
+        "rejected_requests": [job.number + 1 for job in scheduler.rejected],
         "seconds": report.seconds,
         "wall_seconds": report.wall_s,
         "pages": report.audit,
