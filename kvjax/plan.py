@@ -152,7 +152,11 @@ def to_text(plan: Plan) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares ``kvjax plan``."""
-    parser.add_argument("model", help="a preset's name, or the path of a config.json")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"the path of a Hugging Face config.json, or one of {', '.join(presets.PRESETS)}",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES)
     parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--tp", type=int, default=1, metavar="RANKS", help="tensor-parallel ranks")

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of generated workloads and of which rows are sampled")
 
     model = parser.add_argument_group("model, by default a small one")
-    model.add_argument("--model", help="a preset's name, or the path of a config.json")
+    model.add_argument("--model", help="as for kvjax plan")
     for option in ("--layers", "--kv-heads", "--head-dim", "--latent-dim", "--rope-dim"):
         model.add_argument(option, type=int, metavar="N")
     model.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES)
