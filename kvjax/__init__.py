@@ -6,12 +6,9 @@ nor NumPy. ``__init__.pyi`` says the same to type checkers and editors.
 
 from typing import Any
 
-# Not lazy: the function has to replace the submodule of that name for good, and the import system
-# binds a submodule to its package only once, when it first loads it.
-from kvjax.checks import checks
-
 _NAMES = {
     "kvjax.allocators": "PageAllocator SlotAllocator",
+    "kvjax.checks_mode": "checks",
     "kvjax.errors": "GeometryError UnsupportedError",
     "kvjax.geometry": "LayerRange MHAGeometry MLAGeometry",
     "kvjax.pools": "mha mla",
@@ -22,7 +19,7 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = ["checks", *_HOMES]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

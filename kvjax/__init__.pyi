@@ -1,6 +1,6 @@
 from kvjax.allocators import PageAllocator as PageAllocator
 from kvjax.allocators import SlotAllocator as SlotAllocator
-from kvjax.checks import checks as checks
+from kvjax.checks_mode import checks as checks
 from kvjax.errors import GeometryError as GeometryError
 from kvjax.errors import UnsupportedError as UnsupportedError
 from kvjax.geometry import LayerRange as LayerRange

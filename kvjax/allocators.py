@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Int32
 
 from kvjax import free_list
-from kvjax.checks import enabled
+from kvjax.checks_mode import enabled
 from kvjax.errors import GeometryError
 from kvjax.free_list import FreeList
 from kvjax.ops.assign_slots import assign_slots, pages_needed

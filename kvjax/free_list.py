@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int32
 
-from kvjax.checks import enabled
+from kvjax.checks_mode import enabled
 
 NOBODY = -1
 """Pads what is handed out; ignored where it comes back."""

@@ -69,9 +69,9 @@ class LayerRange:
         Raises:
           GeometryError: ``layer_id`` is a plain integer that is not in this range.
         """
-        if isinstance(layer_id, numbers.Integral) and not self.start <= layer_id < self.stop:
+        if isinstance(layer_id, numbers.Integral) and not self.start <= int(layer_id) < self.stop:
             raise GeometryError(f"{layer_id=} is not on this rank, which holds layers {self}")
-        return layer_id - self.start
+        return layer_id - self.start if self.start else layer_id
 
     def __str__(self) -> str:
         return f"{self.start}..{self.stop - 1}"
@@ -239,5 +239,7 @@ def fit[G: Geometry](geometry: G, budget_bytes: int) -> G:
     pages = budget_bytes // geometry.bytes_per_page - geometry.padding_page
     if pages < 1:
         smallest = (1 + geometry.padding_page) * geometry.bytes_per_page
-        raise GeometryError(f"{budget_bytes=} holds no page; the smallest pool takes {smallest}")
+        raise GeometryError(
+            f"{budget_bytes=} holds no page; the smallest pool takes {smallest} bytes"
+        )
     return dataclasses.replace(geometry, num_slots=pages * geometry.page_size)

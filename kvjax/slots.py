@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Int32
 
-from kvjax.checks import enabled
+from kvjax.checks_mode import enabled
 
 _INT32 = np.iinfo(np.int32)
 
@@ -30,6 +30,8 @@ def as_slots(slots: Any, *, name: str = "slots") -> Int32[Array, " n"]:
       OverflowError: a value on the host does not fit.
     """
     on_device = isinstance(slots, jax.Array)
+    if on_device and slots.ndim == 1 and slots.dtype == np.int32:
+        return slots
     array = slots if on_device else np.asarray(slots)
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}, need one dimension")
@@ -37,8 +39,6 @@ def as_slots(slots: Any, *, name: str = "slots") -> Int32[Array, " n"]:
         return jnp.zeros(0, jnp.int32)
     if array.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name} has dtype {array.dtype}, need int32 or int64")
-    if array.dtype == np.int32:
-        return jnp.asarray(array)
     fits = (array >= _INT32.min) & (array <= _INT32.max)
     if on_device:
         return jnp.where(fits, array, -1).astype(jnp.int32)
@@ -61,11 +61,19 @@ def absent_as(stop: int, slots: Int32[Array, " n"], first: int) -> Int32[Array, 
     return jnp.where(are_there(slots, first, stop), slots, stop)
 
 
-def check(slots: Int[Array, " n"], first: int, stop: int, *, name: str = "slots") -> None:
-    """In checks mode, raises if a slot is not there.
+def check(
+    slots: Int[Array, " n"],
+    first: int,
+    stop: int,
+    *,
+    name: str = "slots",
+    distinct: bool = False,
+) -> None:
+    """In checks mode, raises if a slot is not there or, on request, if one repeats.
 
     Raises:
-      IndexError: names the first such slot and its position.
+      IndexError: names the first slot that is not there, and its position.
+      ValueError: names the first slot that repeats, and its position.
     """
     if not enabled() or isinstance(slots, Tracer):
         return
@@ -76,3 +84,8 @@ def check(slots: Int[Array, " n"], first: int, stop: int, *, name: str = "slots"
         raise IndexError(
             f"{name}[{position}]={values[position]} is not there; slots are {first}..{stop - 1}"
         )
+    if distinct:
+        _, firsts = np.unique(values, return_index=True)
+        if repeats := sorted(set(range(values.size)) - set(firsts.tolist())):
+            position = repeats[0]
+            raise ValueError(f"{name}[{position}]={values[position]} repeats; need distinct {name}")

@@ -51,7 +51,7 @@ def offload(pool: Pool, slots: Int[Array, " n"], *, chunk_tokens: int = CHUNK_TO
 
     Source: SGLang 0.4.8 ``get_cpu_copy`` (A-MHA-7, A-MLA-12).
     """
-    host_slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
+    host_slots, geometry = _host_slots(pool, slots, chunk_tokens, distinct=False), pool.geometry
     rows = tuple(
         np.empty((len(geometry.layers), host_slots.size, *spec.row_shape), spec.dtype)
         for spec in geometry.planes
@@ -86,7 +86,7 @@ def restore(
 
     Source: SGLang 0.4.8 ``load_cpu_copy`` (A-MHA-8, A-MLA-12).
     """
-    host_slots, geometry = _host_slots(pool, slots, chunk_tokens), pool.geometry
+    host_slots, geometry = _host_slots(pool, slots, chunk_tokens, distinct=True), pool.geometry
     if host_rows.layers != geometry.layers:
         raise GeometryError(
             f"host_rows are of layers {host_rows.layers}, the pool holds {geometry.layers}"
@@ -121,11 +121,10 @@ def buffer_infos(pool: Pool) -> tuple[list[int], list[int], list[int]]:
     return addresses, lengths, item_lengths
 
 
-def _host_slots(pool: Pool, slots: Any, chunk_tokens: int) -> np.ndarray:
+def _host_slots(pool: Pool, slots: Any, chunk_tokens: int, *, distinct: bool) -> np.ndarray:
     if chunk_tokens < 1:
         raise ValueError(f"{chunk_tokens=} must be at least 1")
-    (slots,) = slots_of(pool, slots=slots)
-    return np.asarray(slots)
+    return np.asarray(slots_of(pool, slots, distinct=distinct))
 
 
 def _padded(slots: np.ndarray) -> Int32[Array, " _"]:

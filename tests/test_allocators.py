@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvjax import allocators, free_list
 from kvjax.allocators import PageAllocator, SlotAllocator
-from kvjax.checks import checks
+from kvjax.checks_mode import checks
 from kvjax.errors import GeometryError
 
 from .allocator_oracle import AllocatorOracle, in_order

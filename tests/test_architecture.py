@@ -16,15 +16,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 
-_BASE = "kvjax.checks kvjax.dispatch kvjax.errors jax jaxtyping numpy"
+_BASE = "kvjax.checks_mode kvjax.dispatch kvjax.errors jax jaxtyping numpy"
 _SHARED = "kvjax.dispatch kvjax.errors kvjax.geometry"
 
 # module or folder: what it may import beside the standard library and its own row.
 MAY_IMPORT = {
     # Standard library only, so that planning needs no device and importing costs nothing.
-    "kvjax.__init__": "kvjax.checks",
+    "kvjax.__init__": "",
     "kvjax.errors": "",
-    "kvjax.checks": "kvjax.errors",
+    "kvjax.checks_mode": "kvjax.errors",
     "kvjax.dispatch": "kvjax.errors",
     "kvjax.geometry": "kvjax.errors",
     "kvjax.presets": "kvjax.errors kvjax.geometry",
@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "kvtorch.interop": "kvjax jax torch",
 }
 
-MAY_READ_ENVIRONMENT = {"kvjax.checks"}  # KVJAX_CHECKS, once
+MAY_READ_ENVIRONMENT = {"kvjax.checks_mode"}  # KVJAX_CHECKS, once
 NOT_AN_OPERATIONS_BUSINESS = {"pool", "geometry", "layer_id", "rank", "tp_rank", "pp_rank"}
 
 
@@ -167,7 +167,7 @@ BREAKS = [  # rule, module, a source that breaks it
     (is_short, "kvjax.host", "pass\n" * (MAX_LINES + 1)),
     (reads_no_environment, "kvjax.host", "import os\nos.environ.get('PATH')"),
     (reads_no_environment, "kvjax.host", "from os import getenv"),
-    (reads_no_environment, "kvjax.checks", "os.getenv('KVJAX_CHECKS')\nos.environ['PATH']"),
+    (reads_no_environment, "kvjax.checks_mode", "os.getenv('KVJAX_CHECKS')\nos.environ['PATH']"),
     (is_finished, "kvjax.host", "pass  # " + "TODO: the rest"),
     (writes_kernels_for_mosaic_gpu, "kvjax.ops.a", "import jax.experimental.pallas.triton as plt"),
     (writes_kernels_for_mosaic_gpu, "kvjax.ops.a", "from jax.experimental.pallas import triton"),
@@ -202,7 +202,7 @@ def test_every_rule_is_shown_to_fail():
         ("kvjax.ops.__init__", ""),
         ("kvjax.ops.a", '"""Copies."""\nimport math, jax.numpy\nfrom kvjax.ops import b'),
         ("kvjax.pools.mha", '"""Pools."""\nfrom kvjax import geometry\ndef f(layer_id): ...'),
-        ("kvjax.checks", '"""Checks?"""\nimport os\nos.environ.get("KVJAX_CHECKS")'),
+        ("kvjax.checks_mode", '"""Checks?"""\nimport os\nos.environ.get("KVJAX_CHECKS")'),
         ("kvtorch.interop", '"""The bridge."""\nimport jax, torch\nfrom kvjax.pools import mla'),
         ("kvjax.host", '"""Memory."""' + "\n" * (MAX_LINES - 1)),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvjax import free_list, request_table
-from kvjax.checks import checks
+from kvjax.checks_mode import checks
 from kvjax.errors import GeometryError
 from kvjax.request_table import RequestTable
 

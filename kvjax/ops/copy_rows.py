@@ -3,13 +3,13 @@
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import read_rows, row_copy, write_rows
 from kvjax.ops.row_copy import Side
-from kvjax.ops.types import Layer, Planes, Slots
+from kvjax.ops.types import Layer, Planes, Slots, SourcePlanes
 
 
 def copy_rows(
     target: Planes,
     target_slots: Slots,
-    source: Planes,
+    source: SourcePlanes,
     source_slots: Slots,
     *,
     target_first: int,
@@ -21,7 +21,7 @@ def copy_rows(
     """Returns ``target`` with ``source``'s row ``source_slots[t]`` at ``target_slots[t]``.
 
     Bits are preserved. A target slot that is not there is skipped; a source slot that is not there
-    is a row of zeros. Of two rows for one target slot either may be stored.
+    is a row of zeros. Target slots that are there are distinct, as in ``write_rows``.
 
     Args:
       target: updated in place where it is donated; no array of it is one of ``source``.
@@ -53,7 +53,7 @@ def copy_rows(
 def reference(
     target: Planes,
     target_slots: Slots,
-    source: Planes,
+    source: SourcePlanes,
     source_slots: Slots,
     *,
     target_first: int,
@@ -69,7 +69,7 @@ def reference(
 def _mosaic_gpu(
     target: Planes,
     target_slots: Slots,
-    source: Planes,
+    source: SourcePlanes,
     source_slots: Slots,
     *,
     target_first: int,

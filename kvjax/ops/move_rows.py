@@ -9,7 +9,9 @@ from kvjax.ops.row_copy import Side
 from kvjax.ops.types import Planes, Slots
 from kvjax.slots import absent_as, are_there
 
-STAGING_BYTES = 32 * 1024 * 1024
+STAGING_BYTES = 128 * 1024 * 1024
+COMPARED_TOKENS = 2048
+STAGED_TOKENS = 8
 
 
 def move_rows(
@@ -25,7 +27,7 @@ def move_rows(
 
     All sources are read before any row is written: chains, swaps and cycles come out right. Bits
     are preserved. A ``dst`` that is not there is skipped, a ``src`` that is not there is a row of
-    zeros. Of two rows for one ``dst`` either may be stored.
+    zeros. Those of ``dst`` that are there are distinct, as in ``write_rows``.
 
     Args:
       planes: updated in place where they are donated.
@@ -88,23 +90,28 @@ def _mosaic_gpu(
     staged_slots = jnp.where(conflict, jnp.arange(num_tokens, dtype=jnp.int32), -1)
     layers_at_once = max(1, STAGING_BYTES // (num_tokens * row_copy.token_bytes(planes)))
     for layer in range(0, num_layers, layers_at_once):
-        size = {"num_tokens": num_tokens, "num_layers": min(layers_at_once, num_layers - layer)}
-        staging = [
-            jax.new_ref(jax.lax.empty((size["num_layers"], num_tokens, ref.shape[-1]), ref.dtype))
-            for ref in refs
-        ]
-        staged = Side.of(staging, slots=staged_slots)
-        row_copy.copy_rows(staged, place(src, layer), **size)
-        row_copy.copy_rows(place(jnp.where(conflict, -1, dst), layer), place(src, layer), **size)
-        row_copy.copy_rows(place(jnp.where(conflict, dst, -1), layer), staged, **size)
+        num_staged = min(layers_at_once, num_layers - layer)
+        size = {"num_tokens": num_tokens, "num_layers": num_staged}
+        staged = Side.of(
+            [row_copy.empty(num_staged, num_tokens, ref.shape[-1], ref.dtype) for ref in refs],
+            slots=staged_slots,
+        )
+        row_copy.copy_rows(
+            staged, place(src, layer), **size, tokens_per_block=min(num_tokens, STAGED_TOKENS)
+        )
+        row_copy.copy_rows(place(dst, layer), staged, place(src, layer), **size)
     return row_copy.frozen(refs, planes)
 
 
 def _is_overwritten(dst: Slots, src: Slots, first_slot: int, num_rows: int) -> jax.Array:
     """Which moves read a row that another move writes."""
-    written = jnp.zeros(num_rows, bool)
-    written = written.at[absent_as(num_rows, dst, first_slot)].set(True, mode="drop")
-    return written[src] & are_there(src, first_slot, num_rows) & (dst != src)
+    if dst.shape[0] <= COMPARED_TOKENS:
+        reads_written = (src[:, None] == dst[None, :]).any(axis=1)
+    else:
+        written = jnp.zeros(num_rows, bool)
+        written = written.at[absent_as(num_rows, dst, first_slot)].set(True, mode="drop")
+        reads_written = written[src]
+    return reads_written & are_there(src, first_slot, num_rows) & (dst != src)
 
 
 IMPLEMENTATIONS = {

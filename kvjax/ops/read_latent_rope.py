@@ -1,6 +1,6 @@
 """Reads latent rows as their two parts, latent and rope, in one launch."""
 
-import jax.numpy as jnp
+import jax
 from jaxtyping import Array, Shaped
 
 from kvjax.dispatch import Implementation, select
@@ -53,16 +53,17 @@ def reference(
 def _mosaic_gpu(
     plane: Plane, layer: Layer, slots: Slots, latent_dim: int, *, first_slot: int
 ) -> tuple[Part, Part]:
-    num_tokens, width = slots.shape[0], plane.shape[-1]
-    source = Side(
-        row_copy.columns(row_copy.flat(plane), latent_dim, width - latent_dim),
-        slots=slots,
-        first_slot=first_slot,
-        layer=layer,
+    num_tokens = slots.shape[0]
+    widths = (latent_dim, plane.shape[-1] - latent_dim)
+    parts = [row_copy.empty(1, num_tokens, width, plane.dtype) for width in widths]
+    row_copy.copy_rows(
+        Side.of([part for part in parts if part.size]),
+        Side.cut(row_copy.flat(plane), *widths, slots=slots, first_slot=first_slot, layer=layer),
+        num_tokens=num_tokens,
+        num_layers=1,
     )
-    parts = row_copy.gather(source, num_tokens=num_tokens, num_layers=1)
-    latent, rope = (*parts, jnp.zeros((1, num_tokens, 0), plane.dtype))[:2]
-    return latent.reshape(num_tokens, 1, -1), rope.reshape(num_tokens, 1, -1)
+    latent, rope = (jax.freeze(part).reshape(num_tokens, 1, part.shape[-1]) for part in parts)
+    return latent, rope
 
 
 def _mosaic_gpu_why_not(plane: Plane, latent_dim: int) -> str | None:

@@ -56,16 +56,20 @@ def reference(planes: Planes, layer: Layer, slots: Slots, *, first_slot: int) ->
 def _mosaic_gpu(planes: Planes, layer: Layer, slots: Slots, *, first_slot: int) -> Rows:
     num_tokens = slots.shape[0]
     num_layers = planes[0].shape[0] if layer is None else 1
-    source = Side.of(
-        [row_copy.flat(plane) for plane in planes],
-        slots=slots,
-        first_slot=first_slot,
-        layer=layer,
+    sources = [row_copy.flat(plane) for plane in planes]
+    rows = [
+        row_copy.empty(num_layers, num_tokens, source.shape[-1], source.dtype) for source in sources
+    ]
+    row_copy.copy_rows(
+        Side.of(rows),
+        Side.of(sources, slots=slots, first_slot=first_slot, layer=layer),
+        num_tokens=num_tokens,
+        num_layers=num_layers,
     )
-    rows = row_copy.gather(source, num_tokens=num_tokens, num_layers=num_layers)
-    leading = (num_tokens,) if layer is not None else (num_layers, num_tokens)
+    leading = (num_layers, num_tokens) if layer is None else (num_tokens,)
     return tuple(
-        new.reshape(*leading, *plane.shape[2:]) for new, plane in zip(rows, planes, strict=True)
+        jax.freeze(new).reshape(*leading, *plane.shape[2:])
+        for new, plane in zip(rows, planes, strict=True)
     )
 
 

@@ -58,19 +58,15 @@ def _mosaic_gpu(
     plane: Plane, layer: Layer, slots: Slots, latent: Part, rope: Part, *, first_slot: int
 ) -> Plane:
     num_tokens = slots.shape[0]
-    (ref,) = row_copy.as_refs((plane,))
+    refs = row_copy.as_refs((plane,))
+    widths = (latent.shape[-1], rope.shape[-1])
     row_copy.copy_rows(
-        Side(
-            row_copy.columns(ref, latent.shape[-1], rope.shape[-1]),
-            slots=slots,
-            first_slot=first_slot,
-            layer=layer,
-        ),
-        Side.of([part.reshape(1, num_tokens, -1) for part in (latent, rope) if part.shape[-1]]),
+        Side.cut(*refs, *widths, slots=slots, first_slot=first_slot, layer=layer),
+        Side.of([part.reshape(1, num_tokens, -1) for part in (latent, rope) if part.size]),
         num_tokens=num_tokens,
         num_layers=1,
     )
-    (plane,) = row_copy.frozen((ref,), (plane,))
+    (plane,) = row_copy.frozen(refs, (plane,))
     return plane
 
 

@@ -21,7 +21,8 @@ def write_rows(
     """Returns ``planes`` with row t of ``rows`` stored at ``slots[t]``, in every plane.
 
     Bits are preserved. A slot below ``first_slot`` or past the end is not written, nor is a layer
-    that is not there; no other memory changes. Of two rows for one slot either may be stored.
+    that is not there; no other memory changes. Slots that are there are distinct: one that repeats
+    may end up with pieces of several rows.
 
     Args:
       planes: updated in place where they are donated.

@@ -31,7 +31,6 @@ def _mosaic_gpu(planes: Planes, slots: Slots, *, first_slot: int) -> Planes:
     refs = row_copy.as_refs(planes)
     row_copy.copy_rows(
         Side.of(refs, slots=slots, first_slot=first_slot),
-        None,
         num_tokens=slots.shape[0],
         num_layers=planes[0].shape[0],
     )

@@ -52,7 +52,7 @@ def write(
     """
     k_spec, v_spec = _geometry(pool).planes
     index = pool.geometry.layers.local(layer_id)
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots, distinct=True)
     require_shape("k", k, (slots.size, *k_spec.row_shape))
     require_shape("v", v, (slots.size, *v_spec.row_shape))
     scales = (_scale("k_scale", k_scale), _scale("v_scale", v_scale))
@@ -69,7 +69,7 @@ def read(
       IndexError: in checks mode, a slot is not there.
     """
     index = _geometry(pool).layers.local(layer_id)
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots)
     k, v = view(read_rows, pool, index, slots, implementation=implementation)
     return k, v
 

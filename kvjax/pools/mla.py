@@ -46,7 +46,7 @@ def write(
     """
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots, distinct=True)
     require_shape("latent", latent, (slots.size, 1, geometry.latent_dim))
     require_shape("rope", rope, (slots.size, 1, geometry.rope_dim))
     return _write(pool, index, slots, (latent, rope), implementation=implementation)
@@ -66,7 +66,7 @@ def write_joined(
     """
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots, distinct=True)
     require_shape("rows", rows, (slots.size, *geometry.planes[0].row_shape))
     return _write(pool, index, slots, (rows,), implementation=implementation)
 
@@ -95,7 +95,7 @@ def read(
     Source: TokenSpeed ``get_mla_kv_buffer`` (B-M-17).
     """
     index = _geometry(pool).layers.local(layer_id)
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots)
     return _read(pool, index, slots, dtype, implementation=implementation)
 
 

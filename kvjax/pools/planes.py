@@ -43,7 +43,9 @@ def move(
       ValueError: ``dst`` and ``src`` differ in length.
       IndexError: in checks mode, a slot is not there.
     """
-    dst, src = slots_of(pool, dst=dst, src=src)
+    dst = slots_of(pool, dst, name="dst", distinct=True)
+    src = slots_of(pool, src, name="src")
+    require_same_length(dst=dst, src=src)
     return update(move_rows, pool, dst, src, disjoint=disjoint, implementation=implementation)
 
 
@@ -71,7 +73,7 @@ def copy_pages(
     page_size = pool.geometry.page_size
     first, stop = pool.geometry.first_slot // page_size, pool.geometry.num_rows // page_size
     for name, values in pages.items():
-        check(values, first, stop, name=name)
+        check(values, first, stop, name=name, distinct=name == "dst_pages")
     dst, src = (_slots_of(values, page_size, stop) for values in pages.values())
     return update(move_rows, pool, dst, src, disjoint=disjoint, implementation=implementation)
 
@@ -88,7 +90,7 @@ def zero(pool: Pool, slots: Int[Array, " n"], *, implementation: str | None = No
     Raises:
       IndexError: in checks mode, a slot is not there.
     """
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots)
     return update(zero_rows, pool, slots, implementation=implementation)
 
 
@@ -100,7 +102,7 @@ def gather(pool: Pool, slots: Int[Array, " n"], *, implementation: str | None = 
 
     Source: SGLang 0.4.8 ``get_flat_data`` (A-MHA-9).
     """
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots)
     return view(read_rows, pool, None, slots, implementation=implementation)
 
 
@@ -115,7 +117,7 @@ def scatter(
 
     Source: SGLang 0.4.8 ``transfer`` (A-MHA-10).
     """
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots, distinct=True)
     require_rows(pool.geometry.planes, rows, len(pool.geometry.layers), slots.size)
     rows = stored(pool, rows)
     return update(write_rows, pool, None, slots, rows, implementation=implementation)
@@ -137,7 +139,7 @@ def scatter_layer(
 
     Source: SGLang 0.4.8 ``transfer_per_layer`` (A-MHA-11).
     """
-    (slots,) = slots_of(pool, slots=slots)
+    slots = slots_of(pool, slots, distinct=True)
     require_rows(pool.geometry.planes, rows, slots.size)
     index = pool.geometry.layers.local(layer_id)
     rows = stored(pool, rows)
@@ -168,10 +170,8 @@ def copy_rows(
         ours, theirs = getattr(dst_pool.geometry, name), getattr(src_pool.geometry, name)
         if ours != theirs:
             raise GeometryError(f"{name} of dst_pool, {ours}, and of src_pool, {theirs}, differ")
-    (dst,), (src,) = (
-        slots_of(dst_pool, dst_slots=dst_slots),
-        slots_of(src_pool, src_slots=src_slots),
-    )
+    dst = slots_of(dst_pool, dst_slots, name="dst_slots", distinct=True)
+    src = slots_of(src_pool, src_slots, name="src_slots")
     require_same_length(dst_slots=dst, src_slots=src)
     index = None if layers is None else dst_pool.geometry.layers.local(layers)
     return _copy_between(dst_pool, dst, src_pool, src, index, implementation=implementation)

@@ -130,18 +130,20 @@ def _reinterpret(rows: Sequence[Shaped[Array, "..."]], dtypes: Sequence[str]) ->
     )
 
 
-def slots_of(pool: Pool, **named: Any) -> list[Int32[Array, " n"]]:
-    """The named arguments as slots of ``pool``, one entry of each a row.
+def slots_of(
+    pool: Pool, slots: Any, *, name: str = "slots", distinct: bool = False
+) -> Int32[Array, " n"]:
+    """``slots`` as int32, of ``pool`` and ``distinct`` as far as checks mode looks.
 
     Raises:
-      ValueError: they differ in length, or ``as_slots`` refuses one.
+      TypeError, ValueError, OverflowError: ``as_slots`` refuses them.
       IndexError: in checks mode, a slot is not there.
+      ValueError: in checks mode, one repeats that should not.
     """
-    slots = {name: as_slots(values, name=name) for name, values in named.items()}
-    require_same_length(**slots)
-    for name, values in slots.items():
-        check(values, pool.geometry.first_slot, pool.geometry.num_rows, name=name)
-    return list(slots.values())
+    slots = as_slots(slots, name=name)
+    geometry = pool.geometry
+    check(slots, geometry.first_slot, geometry.num_rows, name=name, distinct=distinct)
+    return slots
 
 
 def require_same_length(**slots: Int32[Array, " _"]) -> None:
