@@ -1,0 +1,1 @@
+"""How fast the pools are, beside what one could use instead."""
