@@ -24,7 +24,9 @@ def loaded_by(statement: str) -> set[str]:
     return HEAVY.intersection(run.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["", ".errors", ".dispatch", ".checks_mode", ".geometry", ".plan"])
+@pytest.mark.parametrize(
+    "module", ["", ".errors", ".dispatch", ".checks_mode", ".geometry", ".plan"]
+)
 def test_importing_it_loads_nothing_heavy(module):
     assert loaded_by(f"import kvjax{module}") == set()
 
