@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import allocators
+from kvjax import allocators, host
 from kvjax.geometry import Geometry, MLAGeometry
 from kvjax.replay import content
 from kvjax.replay.data_plane import page_slots
@@ -35,13 +35,13 @@ class KvjaxPlane:
         """
         # A host tier without room is never copied to, but no pool is empty.
         host_slots = max(settings.host_units, 1) * settings.unit_len
-        host_geometry = dataclasses.replace(geometry, num_slots=host_slots, padding_page=False)
+        host_geometry = dataclasses.replace(geometry, num_slots=host_slots)
         self.planes = geometry.planes
         self.layers = geometry.layers
         try:
             self.pool = kvjax.create(geometry)
-            self.host_pool = kvjax.create(host_geometry)
-        except jax.errors.JaxRuntimeError as error:
+            self.host_pool = host.create(host_geometry)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
             raise MemoryError(
                 f"no room for a pool of {geometry.bytes} bytes and one of {host_geometry.bytes} "
                 f"in the host tier: {error}"

@@ -36,6 +36,13 @@ GEOMETRIES = {
     "mla-float16": MLAGeometry(**SIZES, **LATENT, dtype="float16"),
 }
 
+# Rows of real models, which the kernels take.
+WIDE = {
+    "mha": MHAGeometry(**SIZES, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+    "mha-float8": MHAGeometry(**SIZES, num_kv_heads=8, head_dim=128, dtype="float8_e4m3fn"),
+    "mla": MLAGeometry(**SIZES, latent_dim=512, rope_dim=64, dtype="bfloat16"),
+}
+
 
 def make_jobs(count):
     """Conversations over a small tree of prefixes, too many for either tier."""
@@ -58,8 +65,7 @@ def serve(geometry, count=60):
     return plane, scheduler, verifier
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_every_row_is_right(geometry):
+def check_every_row(geometry):
     _, scheduler, verifier = serve(geometry)
     stats = scheduler.stats
     assert min(stats.device_hit_tokens, stats.host_hit_tokens, stats.restored_tokens) > 0
@@ -76,6 +82,17 @@ def test_every_row_is_right(geometry):
         pass
     counted = [dataclasses.replace(s, moved_tokens=0, seconds={}) for s in (stats, null.stats)]
     assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_every_row_is_right(geometry):
+    check_every_row(geometry)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("geometry", WIDE.values(), ids=WIDE)
+def test_every_row_is_right_with_kernels_and_a_pinned_host_tier(geometry):
+    check_every_row(geometry)
 
 
 def test_an_input_longer_than_one_write(monkeypatch):
