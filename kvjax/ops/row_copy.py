@@ -18,17 +18,19 @@ from kvjax.slots import are_there
 COPY_BYTES = 16
 """Sizes and addresses of bulk copies are multiples of it (PTX ISA, ``cp.async.bulk``)."""
 
-MAX_BLOCK_BYTES = 192 * 1024
-"""Of the 227 KiB of shared memory that a block may have from compute capability 9.0 on."""
+MAX_SHARED_BYTES = 224 * 1024
+"""What a block stages in shared memory at most; from compute capability 9.0 on it may have 227 KiB."""
 
-# Measured on one H200 by `python -m benchmarks move write`, moving 2 x 2 KB rows in 32 layers: with
-# blocks of 4 KiB, 256 rows reach 81 % of the copy bandwidth, with 16 KiB 80 %, with 64 KiB 75 %;
-# 1 024 and more rows do not care. Small copies are fastest when spread over many blocks.
-BLOCK_BYTES = 4 * 1024
+# Measured on one H200 with `python -m benchmarks` (2 x 2 KB rows): moving 256 rows in 32 layers
+# takes 19.4 us with blocks of 8 KiB, 19.6 with 4 and 16, 21 with 64; 1 024 rows and more do not
+# care, nor do reads and writes. Few rows want many blocks.
+BLOCK_BYTES = 8 * 1024
 NUM_BLOCKS = 512
 
-ONE_BLOCK_TOKENS = 16
-"""Up to so many rows, a move in one block takes less time than one that stages (5 us, 6.4 us)."""
+# An overlapping move of 48 rows in 32 layers takes 8.2 us in one block a layer, 9.5 us staged.
+ONE_BLOCK_TOKENS = 64
+
+_WARPS = 4  # of a warpgroup
 
 Part = tuple[Any, int, int]
 """A part of a row: an array or ref ``[layers, rows, width]``, its first column, how many."""
@@ -110,15 +112,20 @@ def cannot_copy(planes: Planes, *widths: int) -> str | None:
         for width in filter(None, widths or (math.prod(plane.shape[2:]),)):
             if (num_bytes := width * plane.dtype.itemsize) % COPY_BYTES:
                 return f"a row (or part) of {num_bytes} bytes is not a multiple of {COPY_BYTES}"
-    if (num_bytes := token_bytes(planes)) > MAX_BLOCK_BYTES:
-        return f"a token's {num_bytes} bytes are more than the {MAX_BLOCK_BYTES} a block holds"
+    if max_block_tokens(planes) < 1:
+        return f"a token's {token_bytes(planes)} bytes are more than a block can stage"
     return None
+
+
+def max_block_tokens(planes: Planes) -> int:
+    """How many tokens a block can stage, beside a row of zeros of each plane."""
+    zeros = sum(_splat_width(math.prod(p.shape[2:]), p.dtype) * p.dtype.itemsize for p in planes)
+    return (MAX_SHARED_BYTES - zeros) // token_bytes(planes)
 
 
 def fits_one_block(planes: Planes, num_tokens: int) -> bool:
     """Whether one block does well to read the rows of all tokens before it writes any."""
-    fits = num_tokens * token_bytes(planes) <= MAX_BLOCK_BYTES
-    return fits and num_tokens <= ONE_BLOCK_TOKENS
+    return num_tokens <= min(ONE_BLOCK_TOKENS, max_block_tokens(planes))
 
 
 def copy_rows(
@@ -170,7 +177,7 @@ def copy_rows(
             place, wanted = into.locate(refs, token)
             return place, wanted & inside, [end.locate(refs, token) for end in out_of]
 
-        def load(i, _):
+        def load(i):
             _, missing, origins = locate(i)
             skipped = jnp.bool(True)
             for end, (place, there) in zip(out_of, origins, strict=True):
@@ -185,15 +192,15 @@ def copy_rows(
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
 
-                skipped &= ~(missing & there)
-                missing &= ~there
+                skipped &= _not(missing & there)
+                missing &= _not(there)
 
             @pl.when(skipped)
             def _skip():
                 for _ in parts:
                     plgpu.barrier_arrive(loaded)
 
-        def store(i, _):
+        def store(i):
             place, wanted, origins = locate(i)
             there = functools.reduce(jnp.logical_or, [t for _, t in origins], jnp.bool(False))
 
@@ -206,20 +213,37 @@ def copy_rows(
                     )
 
             pl.when(wanted & there)(lambda: store_from([rows.at[i] for rows in rows_smem]))
-            pl.when(wanted & ~there)(lambda: store_from(zeros_smem))
+            pl.when(wanted & _not(there))(lambda: store_from(zeros_smem))
+
+        def each_token(body):
+            """Runs ``body`` for each token of the block; every warp takes its share of them."""
+
+            def share_of(warp):
+                def turn(j, _):
+                    i = warp + j * _WARPS
+                    pl.when(i < tokens_per_block)(lambda: body(i))
+
+                jax.lax.fori_loop(0, pl.cdiv(tokens_per_block, _WARPS), turn, None)
+                plgpu.commit_smem_to_gmem_group()
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            plgpu.warp_map(share_of)
 
         if out_of:
-            jax.lax.fori_loop(0, tokens_per_block, load, None)
+            each_token(load)
         for zeros in zeros_smem:
             zeros[...] = jnp.zeros_like(zeros)
         plgpu.commit_smem()
         if out_of:
             plgpu.barrier_wait(loaded)
-        jax.lax.fori_loop(0, tokens_per_block, store, None)
-        plgpu.commit_smem_to_gmem_group()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        each_token(store)
 
     kernel(*operands.values)
+
+
+def _not(condition: Any) -> Any:
+    """``~condition``, which a single warp does not have in JAX 0.11."""
+    return jnp.where(condition, False, True)
 
 
 def _splat_width(width: int, dtype: Any) -> int:
