@@ -1,6 +1,7 @@
 """Measures each operation on a GPU, XLA's way beside ours: ``python -m benchmarks --help``."""
 
 import argparse
+import itertools
 import pathlib
 import sys
 
@@ -83,23 +84,24 @@ def main() -> int:
         return 2
 
     figures: list[Figure] = []
-    bandwidth = None
-    for geometry in dict.fromkeys(case.geometry for case in cases):
-        pool = kvjax.create(geometry)
-        if bandwidth is None:
-            bandwidth = copy_bandwidth(pool.planes[0])
-            about = conditions(bandwidth)
-            print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
-            print_row(HEADER)
-        for case in (case for case in cases if case.geometry == geometry):
-            for num_tokens in arguments.tokens:
-                for implementation in case.implementations:
-                    figure, pool = measure(case, pool, num_tokens, implementation, bandwidth)
+    bandwidth, about = 0.0, {}
+    try:
+        for geometry in dict.fromkeys(case.geometry for case in cases):
+            pool = kvjax.create(geometry)
+            if not about:
+                bandwidth = copy_bandwidth(pool.planes[0])
+                about = conditions(bandwidth)
+                print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
+                print_row(HEADER)
+            for case in (case for case in cases if case.geometry == geometry):
+                for num_tokens, name in itertools.product(arguments.tokens, case.implementations):
+                    figure, pool = measure(case, pool, num_tokens, name, bandwidth)
                     figures.append(figure)
                     print_row(row(figure))
-        del pool
-    if arguments.save:
-        print("saved", *save(arguments.save, figures, about))
+            del pool
+    finally:
+        if arguments.save and figures:
+            print("saved", *save(arguments.save, figures, about))
     return 0
 
 

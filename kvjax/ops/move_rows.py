@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import copy_rows, row_copy
 from kvjax.ops.row_copy import Side
-from kvjax.ops.types import Planes, Slots
+from kvjax.ops.types import Layer, Planes, Slots
 from kvjax.slots import absent_as, are_there
 
 # Overlapping moves stage a few layers at a time. Measured on one H200 with `python -m benchmarks
@@ -80,7 +80,7 @@ def _mosaic_gpu(
     refs = row_copy.as_refs(planes)
     num_tokens, num_layers = dst.shape[0], planes[0].shape[0]
 
-    def place(slots: Slots, layer: int | None = None) -> Side:
+    def place(slots: Slots, layer: Layer = None) -> Side:
         return Side.of(refs, slots=slots, first_slot=first_slot, layer=layer)
 
     if disjoint or row_copy.fits_one_block(planes, num_tokens):
@@ -95,14 +95,16 @@ def _mosaic_gpu(
 
     conflict = _is_overwritten(dst, src, first_slot, planes[0].shape[1])
     staged_slots = jnp.where(conflict, jnp.arange(num_tokens, dtype=jnp.int32), -1)
-    layers_at_once = max(1, STAGING_BYTES // (num_tokens * row_copy.token_bytes(planes)))
-    for layer in range(0, num_layers, layers_at_once):
-        num_staged = min(layers_at_once, num_layers - layer)
-        size = {"num_tokens": num_tokens, "num_layers": num_staged}
-        staged = Side.of(
-            [row_copy.empty(num_staged, num_tokens, ref.shape[-1], ref.dtype) for ref in refs],
-            slots=staged_slots,
-        )
+    layers_at_once = STAGING_BYTES // (num_tokens * row_copy.token_bytes(planes))
+    layers_at_once = max(1, min(layers_at_once, num_layers))
+    staged = Side.of(
+        [row_copy.empty(layers_at_once, num_tokens, ref.shape[-1], ref.dtype) for ref in refs],
+        slots=staged_slots,
+    )
+    size = {"num_tokens": num_tokens, "num_layers": layers_at_once}
+
+    def move_some_layers(turn, _):
+        layer = turn * layers_at_once  # past the last layer there is nothing, so nothing happens
         row_copy.copy_rows(
             staged,
             place(src, layer),
@@ -110,6 +112,8 @@ def _mosaic_gpu(
             tokens_per_block=min(STAGED_TOKENS, row_copy.max_block_tokens(planes)),
         )
         row_copy.copy_rows(place(dst, layer), staged, place(src, layer), **size)
+
+    jax.lax.fori_loop(0, -(-num_layers // layers_at_once), move_some_layers, None)
     return row_copy.frozen(refs, planes)
 
 

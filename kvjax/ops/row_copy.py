@@ -31,6 +31,7 @@ NUM_BLOCKS = 512
 ONE_BLOCK_TOKENS = 64
 
 _WARPS = 4  # of a warpgroup
+_ZERO_BYTES = 1024  # what a warpgroup sets at once: 128 threads, 8 bytes each
 
 Part = tuple[Any, int, int]
 """A part of a row: an array or ref ``[layers, rows, width]``, its first column, how many."""
@@ -118,9 +119,8 @@ def cannot_copy(planes: Planes, *widths: int) -> str | None:
 
 
 def max_block_tokens(planes: Planes) -> int:
-    """How many tokens a block can stage, beside a row of zeros of each plane."""
-    zeros = sum(_splat_width(math.prod(p.shape[2:]), p.dtype) * p.dtype.itemsize for p in planes)
-    return (MAX_SHARED_BYTES - zeros) // token_bytes(planes)
+    """How many tokens a block can stage, beside zeros for each plane."""
+    return (MAX_SHARED_BYTES - _ZERO_BYTES * len(planes)) // token_bytes(planes)
 
 
 def fits_one_block(planes: Planes, num_tokens: int) -> bool:
@@ -150,15 +150,17 @@ def copy_rows(
         row_bytes = sum(width * dtype.itemsize for width, dtype in pieces)
         enough_blocks = num_tokens * num_layers // NUM_BLOCKS
         tokens_per_block = max(1, min(BLOCK_BYTES // row_bytes, enough_blocks))
+    blocks_per_layer = pl.cdiv(num_tokens, tokens_per_block)
     parts = range(len(pieces))
 
     @functools.partial(
         plgpu.kernel,
-        grid=(pl.cdiv(num_tokens, tokens_per_block), num_layers),
-        grid_names=("block", "layer"),
+        # One dimension, because the others end at 65 535.
+        grid=(num_layers * blocks_per_layer,),
+        grid_names=("block",),
         scratch_types=(
             [plgpu.SMEM((tokens_per_block, width), dtype) for width, dtype in pieces],
-            [plgpu.SMEM((_splat_width(width, dtype),), dtype) for width, dtype in pieces],
+            [plgpu.SMEM((_ZERO_BYTES // dtype.itemsize,), dtype) for _, dtype in pieces],
             plgpu.Barrier(num_arrivals=tokens_per_block * len(pieces)),
         ),
         # Safe: asynchronous copies alone touch the rows, and zeros are committed before use.
@@ -167,15 +169,16 @@ def copy_rows(
     )
     def kernel(*refs):
         *refs, rows_smem, zeros_smem, loaded = refs
-        first = jax.lax.axis_index("block") * tokens_per_block
+        block = jax.lax.axis_index("block")
+        layer, first = block // blocks_per_layer, block % blocks_per_layer * tokens_per_block
 
         def locate(i):
             """Where token i of the block goes, whether it does, and where it may come from."""
             token, inside = first + i, True
             if num_tokens % tokens_per_block:
                 inside, token = token < num_tokens, jnp.minimum(token, num_tokens - 1)
-            place, wanted = into.locate(refs, token)
-            return place, wanted & inside, [end.locate(refs, token) for end in out_of]
+            place, wanted = into.locate(refs, layer, token)
+            return place, wanted & inside, [end.locate(refs, layer, token) for end in out_of]
 
         def load(i):
             _, missing, origins = locate(i)
@@ -204,16 +207,23 @@ def copy_rows(
             place, wanted, origins = locate(i)
             there = functools.reduce(jnp.logical_or, [t for _, t in origins], jnp.bool(False))
 
-            def store_from(rows):
+            @pl.when(wanted & there)
+            def _store():
                 for part in parts:
                     plgpu.copy_smem_to_gmem(
-                        rows[part].at[pl.ds(0, pieces[part][0])],
-                        into.at(refs, part, place),
-                        commit_group=False,
+                        rows_smem[part].at[i], into.at(refs, part, place), commit_group=False
                     )
 
-            pl.when(wanted & there)(lambda: store_from([rows.at[i] for rows in rows_smem]))
-            pl.when(wanted & _not(there))(lambda: store_from(zeros_smem))
+            @pl.when(wanted & _not(there))
+            def _store_zeros():
+                for part, zeros in enumerate(zeros_smem):
+                    for start in range(0, pieces[part][0], zeros.shape[0]):
+                        width = min(zeros.shape[0], pieces[part][0] - start)
+                        plgpu.copy_smem_to_gmem(
+                            zeros.at[pl.ds(0, width)],
+                            into.at(refs, part, place, start, width),
+                            commit_group=False,
+                        )
 
         def each_token(body):
             """Runs ``body`` for each token of the block; every warp takes its share of them."""
@@ -246,12 +256,6 @@ def _not(condition: Any) -> Any:
     return jnp.where(condition, False, True)
 
 
-def _splat_width(width: int, dtype: Any) -> int:
-    """``width`` rounded up to what a warpgroup can set to one value: 128 threads of 8 bytes."""
-    elements = 128 * 8 // dtype.itemsize
-    return pl.cdiv(width, elements) * elements
-
-
 class _Operands:
     """The kernel's operands; one that is used twice is passed once."""
 
@@ -280,9 +284,9 @@ class _End:
             else operands.position(jnp.asarray(side.layer, jnp.int32).reshape(1))
         )
 
-    def locate(self, refs: Sequence[Any], token: Any) -> tuple[tuple[Any, Any], Any]:
+    def locate(self, refs: Sequence[Any], layer: Any, token: Any) -> tuple[tuple[Any, Any], Any]:
         """The layer and row of a token, and whether they are there (0 if not)."""
-        layer, row, there = jax.lax.axis_index("layer"), token, jnp.bool(True)
+        row, there = token, jnp.bool(True)
         if self.layer is not None:
             layer += refs[self.layer][0]
             there = are_there(layer, 0, self.num_layers)
@@ -291,7 +295,14 @@ class _End:
             there &= are_there(row, self.first_slot, self.num_rows)
         return (jnp.where(there, layer, 0), jnp.where(there, row, 0)), there
 
-    def at(self, refs: Sequence[Any], part: int, place: tuple[Any, Any]) -> Any:
-        """One part of a row."""
-        position, first, width = self.parts[part]
-        return refs[position].at[(*place, pl.ds(first, width))]
+    def at(
+        self,
+        refs: Sequence[Any],
+        part: int,
+        place: tuple[Any, Any],
+        start: int = 0,
+        width: int | None = None,
+    ) -> Any:
+        """One part of a row, or ``width`` columns of it from ``start`` on."""
+        position, first, whole = self.parts[part]
+        return refs[position].at[(*place, pl.ds(first + start, width or whole))]
