@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "kvjax.host": f"{_BASE} kvjax.slots kvjax.geometry kvjax.pools",
     "kvjax.transfer": f"{_BASE} kvjax.slots kvjax.ops kvjax.geometry kvjax.pools kvjax.host",
     # Programs.
-    "kvjax.replay": f"{_BASE} kvjax matplotlib ml_dtypes tqdm",
+    "kvjax.replay": f"{_BASE} kvjax matplotlib ml_dtypes",
     "kvjax.__main__": "kvjax",
     # The torch face: what is the same in both frameworks, and one bridge.
     "kvtorch": f"{_SHARED} torch triton numpy",
