@@ -1,0 +1,117 @@
+"""What is compiled: shapes, dtypes and layers."""
+
+import dataclasses
+
+import ml_dtypes  # noqa: F401  so that NumPy knows bfloat16 and fp8 by name
+
+TRACED = "traced"
+
+KV = (((2, 4), "float32"), ((1, 16), "bfloat16"))
+MIXED = (((1, 8), "float16"), ((3, 4), "float32"), ((1, 16), "uint8"))
+BYTES = (((2, 24), "uint8"), ((1, 16), "uint8"))
+WIDE = (((8, 128), "bfloat16"), ((8, 128), "bfloat16"))  # 4096 bytes a token
+LONG = (((1, 260), "float32"),)  # longer than the zeros that a block keeps, and no multiple of them
+ODD = [  # rows of which no bulk copy can be made
+    (((1, 5), "float32"), ((1, 8), "float32")),
+    (((3, 3), "bfloat16"),),
+    (((1, 1), "uint8"),),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Planes and sizes.
+
+    Attributes:
+      rows: the row shape and dtype of each plane.
+      num_tokens: how many slots a call is given.
+      layer: ``TRACED``, a number known when compiling, or ``None`` for all layers.
+      constants: of modules of ``kvjax.ops``, replaced while compiling: ``(("row_copy.X", 1),)``.
+      latent_dim: columns of the first part of a row, where rows have two.
+    """
+
+    rows: tuple
+    num_tokens: int
+    layer: str | int | None = TRACED
+    constants: tuple = ()
+    num_layers: int = 2
+    first_slot: int = 4
+    latent_dim: int | None = None
+
+    @property
+    def num_rows(self):
+        return self.first_slot + self.num_tokens + 9
+
+    def __str__(self):
+        planes = "+".join(f"{dtype}{list(shape)}" for shape, dtype in self.rows)
+        constants = "".join(f"-{name}={value}" for name, value in self.constants)
+        return f"{planes}-n={self.num_tokens}-layer={self.layer}{constants}".replace(" ", "")
+
+
+def of_all_layers(cases):
+    """The same cases for operations that know no layer."""
+    return [dataclasses.replace(case, layer=None) for case in cases]
+
+
+MANY = [
+    *(Case(KV, num_tokens) for num_tokens in (0, 1, 7, 17, 33, 64)),
+    *(Case(KV, 7, layer) for layer in (None, 0, 1, -1, 2)),
+    *(Case(rows, 7) for rows in (MIXED, BYTES, LONG, *ODD)),
+    *(Case(ODD[0], num_tokens, None) for num_tokens in (0, 1, 33)),
+]
+# A block copies as many tokens as leave something to do for all blocks. With so few blocks that is
+# several, and not every block is full.
+FEW_BLOCKS = (("row_copy.NUM_BLOCKS", 4),)
+FEW = [
+    *(Case(KV, num_tokens) for num_tokens in (0, 7)),
+    *(Case(KV, 3, layer) for layer in (None, 1, -1)),
+    Case(MIXED, 3),
+    Case(KV, 9, None, FEW_BLOCKS),
+]
+FEWEST = [  # for operations that leave more of the work to the kernel they share
+    Case(KV, 0),
+    Case(KV, 7),
+    Case(MIXED, 3, -1),
+    Case(LONG, 3, None),
+    Case(BYTES, 9, None, FEW_BLOCKS),
+]
+FOR_GPU = [
+    *(Case(KV, num_tokens) for num_tokens in (0, 1, 64)),
+    *(Case(KV, num_tokens, None) for num_tokens in (33, 2053)),
+    Case(MIXED, 300),
+    Case(BYTES, 1290, None),
+    Case(LONG, 33, None),
+]
+
+
+def latent(latent_dim, rope_dim, dtype, *args):
+    return Case((((1, latent_dim + rope_dim), dtype),), *args, latent_dim=latent_dim)
+
+
+MANY_LATENT = [
+    *(latent(64, 32, "float32", num_tokens) for num_tokens in (0, 1, 7, 17, 33, 64)),
+    *(latent(64, 32, "float32", 7, layer) for layer in (0, 1, -1, 2)),
+    latent(528, 128, "uint8", 7),  # WR1
+    latent(100, 28, "float32", 7),
+    latent(512, 64, "bfloat16", 7),
+    latent(16, 0, "float32", 7),
+    latent(16, 0, "float32", 0),
+    latent(5, 3, "float16", 7),
+    latent(1, 1, "uint8", 7),
+]
+FEW_LATENT = [
+    latent(64, 32, "float32", 0),
+    latent(64, 32, "float32", 3, -1),
+    latent(528, 128, "uint8", 3),
+    latent(100, 28, "float32", 3),
+    latent(16, 0, "float32", 3),
+    latent(16, 0, "float32", 0),
+    latent(64, 32, "float32", 9, TRACED, FEW_BLOCKS),
+]
+LATENT_FOR_GPU = [
+    latent(512, 64, "bfloat16", 64),
+    latent(528, 128, "uint8", 33),
+    latent(16, 0, "float32", 7),
+    latent(16, 0, "float32", 0),
+    latent(64, 32, "float32", 2053),
+]

@@ -1,0 +1,95 @@
+"""What operations on planes should do, one row at a time, and when two arrays are the same.
+
+Arrays are NumPy's, of any dtype: rows are copied and never computed with, so every bit survives.
+"""
+
+import ml_dtypes
+import numpy as np
+
+
+def is_there(plane, layer, slot, first_slot):
+    num_layers, num_rows = plane.shape[:2]
+    return 0 <= layer < num_layers and first_slot <= slot < num_rows
+
+
+def write_rows(plane, layer, slots, rows, first_slot):
+    out = plane.copy()
+    for of_layer, new in enumerate(rows) if layer is None else [(layer, rows)]:
+        for slot, row in zip(slots, new, strict=True):
+            if is_there(plane, of_layer, slot, first_slot):
+                out[of_layer, slot] = row
+    return out
+
+
+def write_repeated_rows(plane, layer, slots, rows, first_slot, written):
+    """``write_rows`` where of several rows for one slot that one counts which was ``written``."""
+    out = write_rows(plane, layer, slots, rows, first_slot)
+    for slot, row in zip(slots, rows, strict=True):
+        if is_there(plane, layer, slot, first_slot) and same_bits(written[layer, slot], row):
+            out[layer, slot] = row
+    return out
+
+
+def read_rows(plane, layer, slots, first_slot):
+    if layer is None:
+        return np.stack([read_rows(plane, each, slots, first_slot) for each in range(len(plane))])
+    out = np.zeros((len(slots), *plane.shape[2:]), plane.dtype)
+    for t, slot in enumerate(slots):
+        if is_there(plane, layer, slot, first_slot):
+            out[t] = plane[layer, slot]
+    return out
+
+
+def copy_rows(
+    target,
+    target_layer,
+    target_slots,
+    target_first,
+    source,
+    source_layer,
+    source_slots,
+    source_first,
+):
+    rows = read_rows(source, source_layer, source_slots, source_first)
+    return write_rows(target, target_layer, target_slots, rows, target_first)
+
+
+def move_rows(plane, dst, src, first_slot):
+    return copy_rows(plane, None, dst, first_slot, plane, None, src, first_slot)
+
+
+def zero_rows(plane, slots, first_slot):
+    nothing = np.zeros((len(plane), len(slots), *plane.shape[2:]), plane.dtype)
+    return write_rows(plane, None, slots, nothing, first_slot)
+
+
+def slots_of(pages, page_size):
+    return [page * page_size + i for page in pages for i in range(page_size)]
+
+
+def narrow(values, dtype, scale=None):
+    if values.dtype == dtype:
+        return values
+    with np.errstate(all="ignore"):
+        if scale is not None:
+            values = values.astype(np.float32) / np.float32(scale)
+        if np.dtype(dtype).itemsize == 1:
+            limit = np.float32(ml_dtypes.finfo(dtype).max)
+            values = np.clip(values.astype(np.float32), -limit, limit)  # NaN stays NaN
+        return values.astype(dtype)
+
+
+def bits(array):
+    """The bit patterns of the numbers, so that NaNs compare and -0.0 differs from 0.0."""
+    array = np.asarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def same_bits(a, b):
+    return np.array_equal(bits(a), bits(b))
+
+
+def assert_same_bits(actual, expected):
+    actual = np.asarray(actual)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(bits(actual), bits(expected))

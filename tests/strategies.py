@@ -1,0 +1,83 @@
+"""What is not compiled: bits, slots and layers."""
+
+import hypothesis.strategies as st
+import numpy as np
+
+from tests.cases import TRACED
+
+INT32 = np.iinfo(np.int32)
+MANY_TOKENS = 100
+"""From here on slots come from a drawn seed: one by one they are more than hypothesis draws."""
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def random_bits(seed, shape, dtype):
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(np.random.default_rng(seed).bytes(num_bytes), dtype).reshape(shape)
+
+
+def random_rows(seed, rows, *leading):
+    """An array ``[*leading, *row]`` for each plane, no two rows alike.
+
+    NaNs, infinities, -0.0 and subnormals all occur.
+    """
+    return tuple(
+        random_bits([seed, i], (*leading, *shape), dtype) for i, (shape, dtype) in enumerate(rows)
+    )
+
+
+def junk(rows, *leading):
+    """``random_rows`` of any seed.
+
+    Drawn one by one instead, most elements of a large array would be equal, and a row at the wrong
+    place would not show.
+    """
+    return seeds.map(lambda seed: random_rows(seed, rows, *leading))
+
+
+def planes(case):
+    return junk(case.rows, case.num_layers, case.num_rows)
+
+
+def rows(case):
+    """New rows for the planes, of one layer or of all."""
+    return junk(case.rows, *[case.num_layers] * (case.layer is None), case.num_tokens)
+
+
+def layers(case):
+    """Positions that are there, and others."""
+    if case.layer != TRACED:
+        return st.just(case.layer)
+    others = [-1, case.num_layers, -case.num_layers, INT32.min, INT32.max]
+    return (st.integers(0, case.num_layers - 1) | st.sampled_from(others)).map(np.int32)
+
+
+def inputs(case, *strategies):
+    """A value of each strategy for the case."""
+    return st.tuples(*(strategy(case) for strategy in strategies))
+
+
+def any_slots(case):
+    """As ``slots``, but those that are there may be repeated."""
+    return slots(case, distinct=False)
+
+
+@st.composite
+def slots(draw, case, *, distinct=True):
+    """A slot for each token, some of them not there; ``distinct`` says whether the others are."""
+    first, stop, num_tokens = case.first_slot, case.num_rows, case.num_tokens
+    if num_tokens < MANY_TOKENS:
+        there = draw(
+            st.permutations(range(first, stop)).map(list)
+            if distinct
+            else st.lists(st.integers(first, stop - 1), min_size=num_tokens, max_size=num_tokens)
+        )
+        edges = [-1, 0, first - 1, stop, stop + 1, -stop, 2 * stop, INT32.min, INT32.max]
+        absent = st.integers(-2 * stop, first - 1) | st.sampled_from(edges)
+        choices = [draw(st.just(there[i]) | absent) for i in range(num_tokens)]
+        return np.array(choices, np.int32)
+    rng = np.random.default_rng(draw(seeds))
+    there = rng.permutation(np.arange(first, stop)) if distinct else rng.integers(first, stop, stop)
+    absent = rng.choice(np.r_[INT32.min, -1:first, stop : 2 * stop, INT32.max], num_tokens)
+    return np.where(rng.random(num_tokens) < 0.9, there[:num_tokens], absent).astype(np.int32)
