@@ -64,7 +64,7 @@ def zero_rows(plane, slots, first_slot):
 
 
 def slots_of(pages, page_size):
-    return [page * page_size + i for page in pages for i in range(page_size)]
+    return [int(page) * page_size + i for page in pages for i in range(page_size)]
 
 
 def narrow(values, dtype, scale=None):

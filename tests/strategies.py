@@ -58,26 +58,32 @@ def inputs(case, *strategies):
     return st.tuples(*(strategy(case) for strategy in strategies))
 
 
+def slots(case):
+    """A slot for each token; those that are there are distinct."""
+    return some_slots(case.num_tokens, case.first_slot, case.num_rows)
+
+
 def any_slots(case):
-    """As ``slots``, but those that are there may be repeated."""
-    return slots(case, distinct=False)
+    """A slot for each token."""
+    return some_slots(case.num_tokens, case.first_slot, case.num_rows, distinct=False)
 
 
 @st.composite
-def slots(draw, case, *, distinct=True):
-    """A slot for each token, some of them not there; ``distinct`` says whether the others are."""
-    first, stop, num_tokens = case.first_slot, case.num_rows, case.num_tokens
+def some_slots(draw, num_tokens, first, stop, *, distinct=True):
+    """Slots from ``first`` to ``stop`` and, among them, slots that are not there."""
+    edges = [-1, 0, first - 1, stop, stop + 1, -stop, 2 * stop, INT32.min, INT32.max]
+    edges = [slot for slot in edges if not first <= slot < stop]
     if num_tokens < MANY_TOKENS:
         there = draw(
-            st.permutations(range(first, stop)).map(list)
+            st.permutations(range(first, stop))
             if distinct
             else st.lists(st.integers(first, stop - 1), min_size=num_tokens, max_size=num_tokens)
         )
-        edges = [-1, 0, first - 1, stop, stop + 1, -stop, 2 * stop, INT32.min, INT32.max]
         absent = st.integers(-2 * stop, first - 1) | st.sampled_from(edges)
+        there += [first - 1] * num_tokens  # where there are not so many
         choices = [draw(st.just(there[i]) | absent) for i in range(num_tokens)]
         return np.array(choices, np.int32)
     rng = np.random.default_rng(draw(seeds))
     there = rng.permutation(np.arange(first, stop)) if distinct else rng.integers(first, stop, stop)
-    absent = rng.choice(np.r_[INT32.min, -1:first, stop : 2 * stop, INT32.max], num_tokens)
+    absent = rng.choice(np.r_[edges, -stop:first, stop : 2 * stop], num_tokens)
     return np.where(rng.random(num_tokens) < 0.9, there[:num_tokens], absent).astype(np.int32)
