@@ -4,9 +4,11 @@ Names load on first use (PEP 562): ``import kvjax`` and ``import kvjax.geometry`
 nor NumPy. ``__init__.pyi`` says the same to type checkers and editors.
 """
 
+import importlib
 from typing import Any
 
 _NAMES = {
+    "kvjax": "allocators host",
     "kvjax.allocators": "PageAllocator SlotAllocator",
     "kvjax.checks_mode": "checks",
     "kvjax.errors": "GeometryError UnsupportedError",
@@ -17,6 +19,7 @@ _NAMES = {
     "kvjax.request_table": "RequestTable",
     "kvjax.transfer": "buffer_infos offload restore",
 }
+_MODULES = {"allocators", "host", "mha", "mla"}
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_HOMES)
@@ -25,8 +28,10 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # What `from module import name` does, submodules included.
-    value = getattr(__import__(_HOMES[name], fromlist=[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = (
+        importlib.import_module(f"{home.__name__}.{name}") if name in _MODULES else vars(home)[name]
+    )
     globals()[name] = value  # the next use does not come here
     return value
 

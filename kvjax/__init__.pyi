@@ -1,3 +1,5 @@
+from kvjax import allocators as allocators
+from kvjax import host as host
 from kvjax.allocators import PageAllocator as PageAllocator
 from kvjax.allocators import SlotAllocator as SlotAllocator
 from kvjax.checks_mode import checks as checks

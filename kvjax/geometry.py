@@ -37,8 +37,14 @@ def dtype_name(dtype: Any) -> str:
 
 def _require_positive(**sizes: Any) -> None:
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not _is_integer(value) or value < 1:
             raise GeometryError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def _is_integer(value: Any) -> bool:
+    if hasattr(value, "dtype"):
+        return value.dtype.kind in "iu"
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,7 @@ class LayerRange:
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("stop", self.stop)):
-            if isinstance(value, bool) or not isinstance(value, int):
+            if not _is_integer(value):
                 raise GeometryError(f"layers: {name}={value!r} must be an integer")
         if not 0 <= self.start < self.stop:
             raise GeometryError(
@@ -63,12 +69,17 @@ class LayerRange:
     def local(self, layer_id: Any) -> Any:
         """The position of a model layer in this pool.
 
-        A plain integer outside the range raises; a traced one cannot be looked at, and a position
-        outside the pool is one whose rows are not there: written nowhere, read as zeros.
+        A number on the host that is outside the range raises. One on a device, or a traced one,
+        cannot be looked at; then the position is one whose rows are not there: written nowhere,
+        read as zeros.
 
         Raises:
-          GeometryError: ``layer_id`` is a plain integer that is not in this range.
+          GeometryError: ``layer_id`` is not one integer, or is on the host and not in this range.
         """
+        if getattr(layer_id, "shape", ()) != () or not _is_integer(layer_id):
+            raise GeometryError(f"{layer_id=} must be one integer")
+        if hasattr(layer_id, "__array_interface__"):  # NumPy's, on the host
+            layer_id = int(layer_id)
         if isinstance(layer_id, numbers.Integral) and not self.start <= int(layer_id) < self.stop:
             raise GeometryError(f"{layer_id=} is not on this rank, which holds layers {self}")
         return layer_id - self.start if self.start else layer_id
@@ -126,11 +137,12 @@ class Geometry(abc.ABC):
             )
         if self.num_rows > 2**31 - 1:
             raise GeometryError(f"num_slots={self.num_slots} does not fit int32 slot numbers")
-        if isinstance(self.layers, int):
-            _require_positive(layers=self.layers)
-            object.__setattr__(self, "layers", LayerRange(0, self.layers))
-        elif not isinstance(self.layers, LayerRange):
-            raise GeometryError(f"layers={self.layers!r} must be a number or a LayerRange")
+        layers: Any = self.layers
+        if _is_integer(layers):
+            _require_positive(layers=layers)
+            object.__setattr__(self, "layers", LayerRange(0, int(layers)))
+        elif not isinstance(layers, LayerRange):
+            raise GeometryError(f"{layers=} must be a number or a LayerRange")
 
     @property
     @abc.abstractmethod

@@ -1,9 +1,11 @@
 """Pools of the host tier: pinned memory that the GPU reads and writes where it lies."""
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,11 +35,18 @@ def create(geometry: Geometry) -> Pool:
       MemoryError: so much memory cannot be pinned.
     """
     geometry = dataclasses.replace(geometry, padding_page=False)
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" or not _has_cuda():
         return pool.create(geometry)
     leading = (len(geometry.layers), geometry.num_rows)
     planes = tuple(_pinned((*leading, *spec.row_shape), spec) for spec in geometry.planes)
     return Pool(planes, geometry)
+
+
+def _has_cuda() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:  # a GPU of another make
+        return False
 
 
 def _pinned(shape: tuple[int, ...], spec: PlaneSpec) -> jax.Array:
@@ -110,13 +119,23 @@ def _driver() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     return driver, context
 
 
-def _allocate(num_bytes: int) -> int:
-    (driver, context), address = _driver(), ctypes.c_void_p()
+@contextlib.contextmanager
+def _current_context() -> Iterator[ctypes.CDLL]:
+    """The driver, with the context current in this thread, whichever it is."""
+    driver, context = _driver()
     _require(driver.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
-    status = driver.cuMemHostAlloc(
-        ctypes.byref(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED
-    )
-    driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    try:
+        yield driver
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def _allocate(num_bytes: int) -> int:
+    address = ctypes.c_void_p()
+    with _current_context() as driver:
+        status = driver.cuMemHostAlloc(
+            ctypes.byref(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED
+        )
     _require(status, f"pinning {num_bytes} bytes of host memory")
     assert address.value is not None
     return address.value
@@ -125,8 +144,9 @@ def _allocate(num_bytes: int) -> int:
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _free(managed: int) -> None:
     tensor, _ = _ALIVE.pop(managed)
-    driver, _ = _driver()
-    driver.cuMemFreeHost(ctypes.c_void_p(tensor.data))
+    with _current_context() as driver:
+        status = driver.cuMemFreeHost(ctypes.c_void_p(tensor.data))
+    _require(status, "freeing host memory")
 
 
 def _require(status: int, what: str) -> None:

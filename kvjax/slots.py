@@ -17,7 +17,7 @@ def as_slots(slots: Any, *, name: str = "slots") -> Int32[Array, " n"]:
     """Slot numbers as an int32 array, without ever cutting one that does not fit.
 
     Args:
-      slots: a list, or a NumPy or JAX array, of int32 or int64; an empty one may have any dtype.
+      slots: a list, or a NumPy or JAX array, of integers; an empty one may have any dtype.
       name: what messages call the argument.
 
     Returns:
@@ -37,8 +37,11 @@ def as_slots(slots: Any, *, name: str = "slots") -> Int32[Array, " n"]:
         raise ValueError(f"{name} has shape {array.shape}, need one dimension")
     if array.size == 0:
         return jnp.zeros(0, jnp.int32)
-    if array.dtype not in (np.int32, np.int64):
-        raise TypeError(f"{name} has dtype {array.dtype}, need int32 or int64")
+    # NumPy makes objects of integers that no dtype of its own holds.
+    if array.dtype.kind not in "iu" and not (
+        isinstance(array, np.ndarray) and all(isinstance(slot, int) for slot in array.flat)
+    ):
+        raise TypeError(f"{name} has dtype {array.dtype}, need integers")
     fits = (array >= _INT32.min) & (array <= _INT32.max)
     if on_device:
         return jnp.where(fits, array, -1).astype(jnp.int32)

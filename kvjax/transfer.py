@@ -11,7 +11,7 @@ from kvjax.errors import GeometryError
 from kvjax.geometry import LayerRange, PlaneSpec
 from kvjax.ops.read_rows import read_rows
 from kvjax.ops.write_rows import write_rows
-from kvjax.pools.pool import Pool, require_rows, slots_of, stored, update, view
+from kvjax.pools.pool import Pool, as_rows, slots_of, update, view
 
 CHUNK_TOKENS = 8192
 """Tokens that ``offload`` and ``restore`` move at once: the device memory they need beside the
@@ -87,16 +87,19 @@ def restore(
     Source: SGLang 0.4.8 ``load_cpu_copy`` (A-MHA-8, A-MLA-12).
     """
     host_slots, geometry = _host_slots(pool, slots, chunk_tokens, distinct=True), pool.geometry
-    if host_rows.layers != geometry.layers:
-        raise GeometryError(
-            f"host_rows are of layers {host_rows.layers}, the pool holds {geometry.layers}"
-        )
-    require_rows(geometry.planes, host_rows.rows, len(geometry.layers), host_slots.size)
+    for name in ("layers", "planes"):
+        theirs, ours = getattr(host_rows, name), getattr(geometry, name)
+        if theirs != ours:
+            raise GeometryError(f"{name} of host_rows, {theirs}, and of the pool, {ours}, differ")
+    if len(host_rows) != host_slots.size:
+        raise GeometryError(f"host_rows has {len(host_rows)} rows for {host_slots.size} slots")
     for start in range(0, host_slots.size, chunk_tokens):
         chunk = host_slots[start : start + chunk_tokens]
         padded = _padded(chunk)
         rows = tuple(_chunk(host, start, chunk.size, padded.size) for host in host_rows.rows)
-        pool = update(write_rows, pool, None, padded, stored(pool, rows))
+        pool = update(
+            write_rows, pool, None, padded, as_rows(pool, rows, len(geometry.layers), padded.size)
+        )
     return pool
 
 

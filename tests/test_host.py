@@ -85,6 +85,12 @@ def test_the_planes_are_host_memory_that_is_freed():
     seen = ctypes.string_at(address + 9 * row_bytes, row_bytes)
     assert seen == k_row[0, 33 - 16].tobytes()
     assert len(host._ALIVE) == before + len(GEOMETRY.planes)
+    with host._current_context() as driver:
+        flags = ctypes.c_uint()
+        assert driver.cuMemHostGetFlags(ctypes.byref(flags), ctypes.c_void_p(address)) == 0
     del tier
     gc.collect()
     assert len(host._ALIVE) == before
+    with host._current_context() as driver:
+        flags = ctypes.c_uint()
+        assert driver.cuMemHostGetFlags(ctypes.byref(flags), ctypes.c_void_p(address)) != 0

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.dispatch import Implementation, select
-from kvjax.ops import copy_rows, row_copy
+from kvjax.ops import read_rows, row_copy, write_rows
 from kvjax.ops.row_copy import Side
 from kvjax.ops.types import Layer, Planes, Slots
 from kvjax.slots import absent_as, are_there
@@ -57,17 +57,13 @@ def move_rows(
 def reference(
     planes: Planes, dst: Slots, src: Slots, *, first_slot: int, disjoint: bool = False
 ) -> Planes:
-    """The specification, in plain JAX."""
-    return copy_rows.reference(
-        planes,
-        dst,
-        planes,
-        src,
-        target_first=first_slot,
-        source_first=first_slot,
-        target_layer=None,
-        source_layer=None,
-    )
+    """The specification, in plain JAX: layer by layer, since layers do not touch each other."""
+
+    def move_in_layer(layer, planes):
+        rows = read_rows.reference(planes, layer, src, first_slot=first_slot)
+        return write_rows.reference(planes, layer, dst, rows, first_slot=first_slot)
+
+    return jax.lax.fori_loop(0, planes[0].shape[0], move_in_layer, planes)
 
 
 def _mosaic_gpu(

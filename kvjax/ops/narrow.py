@@ -29,3 +29,16 @@ def narrow(
             values = jnp.clip(values.astype(jnp.float32), -limit, limit)
         values = values.astype(dtype)
     return jax.lax.bitcast_convert_type(values, jnp.uint8) if is_fp8 else values
+
+
+def _quotient(
+    values: Float[Array, "*shape"], scale: Float32[Array, ""]
+) -> Float32[Array, "*shape"]:
+    """``values / scale``, rounded once to float32 on every backend.
+
+    XLA's float32 division on GPU is off by one bit now and then. The float64 one is not, and is
+    precise enough that rounding its result gives the right one.
+    """
+    with jax.enable_x64(True):
+        exact = values.astype(jnp.float64) / scale.astype(jnp.float64)
+        return exact.astype(jnp.float32)

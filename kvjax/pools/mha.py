@@ -1,5 +1,6 @@
 """Keys and values of multi-head, grouped-query or multi-query attention."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvjax.geometry import MHAGeometry
 from kvjax.ops.narrow import narrow
 from kvjax.ops.read_rows import read_rows
 from kvjax.ops.write_rows import write_rows
-from kvjax.pools.pool import LayerId, Pool, require_shape, slots_of, update, view
+from kvjax.pools.pool import LayerId, Pool, as_values, slots_of, update, view
 
 Scale = float | Shaped[Array, ""] | Shaped[Array, "1"]
 
@@ -44,8 +45,8 @@ def write(
     Raises:
       GeometryError: not a pool of K and V, the layer is not on this rank, or K or V are not one row
         of the right shape for each slot.
-      TypeError: K or V is not floating-point.
-      ValueError: a scale is not a single number.
+      TypeError: K or V is not of floats of at most 32 bits, or a scale is no number.
+      ValueError: a scale is not a single number or, on the host, is 0, infinite or NaN.
       IndexError: in checks mode, a slot is not there.
 
     Source: SGLang 0.4.8 ``set_kv_buffer`` (A-MHA-14), its faults (a) to (e), (g) and (h) excepted.
@@ -53,8 +54,8 @@ def write(
     k_spec, v_spec = _geometry(pool).planes
     index = pool.geometry.layers.local(layer_id)
     slots = slots_of(pool, slots, distinct=True)
-    require_shape("k", k, (slots.size, *k_spec.row_shape))
-    require_shape("v", v, (slots.size, *v_spec.row_shape))
+    k = as_values("k", k, (slots.size, *k_spec.row_shape))
+    v = as_values("v", v, (slots.size, *v_spec.row_shape))
     scales = (_scale("k_scale", k_scale), _scale("v_scale", v_scale))
     return _write(pool, index, slots, (k, v), scales, implementation=implementation)
 
@@ -83,8 +84,12 @@ def _geometry(pool: Pool) -> MHAGeometry:
 def _scale(name: str, scale: Any) -> Float32[Array, ""] | None:
     if scale is None:
         return None
-    if np.size(scale) != 1:
+    if not isinstance(scale, int | float | np.ndarray | np.generic | jax.Array):
+        raise TypeError(f"{name} is {type(scale)}, need a number or an array of one")
+    if np.size(scale) != 1 or np.ndim(scale) > 1:
         raise ValueError(f"{name} has shape {np.shape(scale)}, need a single number")
+    if not isinstance(scale, jax.Array) and not (math.isfinite(scale) and scale):
+        raise ValueError(f"{name}={scale} cannot be divided by")
     return jnp.asarray(scale, jnp.float32).reshape(())
 
 

@@ -14,7 +14,7 @@ from kvjax.ops.read_latent_rope import read_latent_rope
 from kvjax.ops.types import Planes
 from kvjax.ops.write_latent_rope import write_latent_rope
 from kvjax.ops.write_rows import write_rows
-from kvjax.pools.pool import LayerId, Pool, require_shape, slots_of, typed, update
+from kvjax.pools.pool import LayerId, Pool, as_values, slots_of, typed, update
 
 
 def write(
@@ -39,7 +39,7 @@ def write(
     Raises:
       GeometryError: not a pool of latent rows, the layer is not on this rank, or a part is not one
         row of the right shape for each slot.
-      TypeError: a part is not floating-point.
+      TypeError: a part is not of floats of at most 32 bits.
       IndexError: in checks mode, a slot is not there.
 
     Source: SGLang 0.4.8 ``set_mla_kv_buffer`` (A-MLA-10), its faults excepted.
@@ -47,8 +47,8 @@ def write(
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots, distinct=True)
-    require_shape("latent", latent, (slots.size, 1, geometry.latent_dim))
-    require_shape("rope", rope, (slots.size, 1, geometry.rope_dim))
+    latent = as_values("latent", latent, (slots.size, 1, geometry.latent_dim))
+    rope = as_values("rope", rope, (slots.size, 1, geometry.rope_dim))
     return _write(pool, index, slots, (latent, rope), implementation=implementation)
 
 
@@ -67,7 +67,7 @@ def write_joined(
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots, distinct=True)
-    require_shape("rows", rows, (slots.size, *geometry.planes[0].row_shape))
+    rows = as_values("rows", rows, (slots.size, *geometry.planes[0].row_shape))
     return _write(pool, index, slots, (rows,), implementation=implementation)
 
 

@@ -17,10 +17,9 @@ from kvjax.pools.pool import (
     LayerId,
     Pool,
     Rows,
-    require_rows,
+    as_rows,
     require_same_length,
     slots_of,
-    stored,
     update,
     view,
 )
@@ -118,8 +117,7 @@ def scatter(
     Source: SGLang 0.4.8 ``transfer`` (A-MHA-10).
     """
     slots = slots_of(pool, slots, distinct=True)
-    require_rows(pool.geometry.planes, rows, len(pool.geometry.layers), slots.size)
-    rows = stored(pool, rows)
+    rows = as_rows(pool, rows, len(pool.geometry.layers), slots.size)
     return update(write_rows, pool, None, slots, rows, implementation=implementation)
 
 
@@ -140,9 +138,8 @@ def scatter_layer(
     Source: SGLang 0.4.8 ``transfer_per_layer`` (A-MHA-11).
     """
     slots = slots_of(pool, slots, distinct=True)
-    require_rows(pool.geometry.planes, rows, slots.size)
+    rows = as_rows(pool, rows, slots.size)
     index = pool.geometry.layers.local(layer_id)
-    rows = stored(pool, rows)
     return update(write_rows, pool, index, slots, rows, implementation=implementation)
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from kvjax.errors import GeometryError, UnsupportedError
-from kvjax.geometry import Geometry, PlaneSpec
-from kvjax.slots import as_slots, check
+from kvjax.geometry import Geometry
+from kvjax.slots import are_there, as_slots, check
 
 Rows = tuple[Shaped[Array, "..."], ...]
 """Rows of each plane, in its dtype: ``[layers, n, *row]``, or ``[n, *row]`` of one layer."""
@@ -22,7 +22,7 @@ LayerId = int | Int32[Array, ""]
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
     """The planes of one pipeline stage.
 
@@ -70,10 +70,9 @@ def layer(pool: Pool, layer_id: LayerId) -> Rows:
       GeometryError: the layer is not on this rank.
     """
     index = pool.geometry.layers.local(layer_id)
-    return typed(
-        pool,
-        [jax.lax.dynamic_index_in_dim(plane, index, keepdims=False) for plane in pool.planes],
-    )
+    there = are_there(index, 0, len(pool.geometry.layers))
+    planes = [jax.lax.dynamic_index_in_dim(plane, index, keepdims=False) for plane in pool.planes]
+    return typed(pool, [jnp.where(there, plane, 0) for plane in planes])
 
 
 def page_view(
@@ -83,18 +82,20 @@ def page_view(
 
     Returns:
       The planes of all layers as pages, ``[layers * pages, page_size, *row]``, and ``page_table``
-      moved to the layer's pages. Negative entries, which mean no page, stay as they are.
+      moved to the layer's pages, with -1 for pages that are not there.
 
     Raises:
       GeometryError: the layer is not on this rank.
       UnsupportedError: called outside ``jit``, where a view would be a copy of the pool.
     """
-    if not any(isinstance(plane, Tracer) for plane in pool.planes):
+    if not any(isinstance(x, Tracer) for x in (*pool.planes, layer_id, page_table)):
         raise UnsupportedError("page_view copies nothing inside jit only; call it there")
     geometry = pool.geometry
-    first_page = geometry.layers.local(layer_id) * (geometry.num_rows // geometry.page_size)
+    index, num_pages = geometry.layers.local(layer_id), geometry.num_rows // geometry.page_size
+    table = jnp.asarray(page_table, jnp.int32)
+    there = are_there(index, 0, len(geometry.layers)) & are_there(table, 0, num_pages)
     pages = [plane.reshape(-1, geometry.page_size, *plane.shape[2:]) for plane in pool.planes]
-    return typed(pool, pages), jnp.where(page_table < 0, page_table, page_table + first_page)
+    return typed(pool, pages), jnp.where(there, table + index * num_pages, -1).astype(jnp.int32)
 
 
 @partial(
@@ -111,11 +112,6 @@ def view(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: A
     """What ``operation`` reads in the pool's planes."""
     rows = operation(pool.planes, *operands, first_slot=pool.geometry.first_slot, **options)
     return typed(pool, rows)
-
-
-def stored(pool: Pool, rows: Sequence[Shaped[Array, "..."]]) -> Rows:
-    """Rows in the planes' dtypes as the planes store them."""
-    return _reinterpret(rows, [spec.storage_dtype for spec in pool.geometry.planes])
 
 
 def typed(pool: Pool, rows: Sequence[Shaped[Array, "..."]]) -> Rows:
@@ -157,25 +153,28 @@ def require_same_length(**slots: Int32[Array, " _"]) -> None:
         raise ValueError(f"{sizes} entries; need one of each for every row")
 
 
-def require_shape(name: str, values: Any, shape: tuple[int, ...]) -> None:
-    """Raises unless ``values`` are floating-point numbers of exactly that shape.
+def as_values(name: str, values: Any, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """``values`` as an array of exactly that shape; nothing is broadcast.
 
     Raises:
-      GeometryError: another shape; nothing is broadcast.
-      TypeError: another kind of number, or not an array.
+      GeometryError: another shape.
+      TypeError: not an array, or not of floating-point numbers of at most 32 bits.
     """
-    if not hasattr(values, "dtype") or not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(f"{name} is {getattr(values, 'dtype', type(values))}, need floating-point")
+    dtype = getattr(values, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
+        raise TypeError(f"{name} is {dtype or type(values)}, need an array of float32 or narrower")
     if values.shape != shape:
         raise GeometryError(f"{name} has shape {values.shape}, need {shape}")
+    return _own(values)
 
 
-def require_rows(specs: Sequence[PlaneSpec], rows: Sequence[Any], *leading: int) -> None:
-    """Raises unless ``rows`` are ``[*leading, *row]`` for each plane, in its dtype.
+def as_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> Rows:
+    """``rows``, which are ``[*leading, *row]`` for each plane in its dtype, as planes store them.
 
     Raises:
       GeometryError: says what they are instead.
     """
+    specs = pool.geometry.planes
     if len(rows) != len(specs):
         raise GeometryError(f"rows has {len(rows)} planes, the pool {len(specs)}")
     for spec, new in zip(specs, rows, strict=True):
@@ -185,3 +184,10 @@ def require_rows(specs: Sequence[PlaneSpec], rows: Sequence[Any], *leading: int)
                 f"rows of plane {spec.name!r} are {new.dtype}{list(np.shape(new))}, "
                 f"need {spec.dtype}{list(shape)}"
             )
+    owned = [_own(new) for new in rows]
+    return _reinterpret(owned, [spec.storage_dtype for spec in specs])
+
+
+def _own(values: Any) -> Array:
+    """An array that shares no memory with the caller's: JAX on CPU would, with NumPy's (DL5)."""
+    return jnp.array(values) if isinstance(values, np.ndarray) else values
