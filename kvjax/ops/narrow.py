@@ -20,10 +20,7 @@ def narrow(
     is_fp8 = dtype.startswith("float8")
     if values.dtype != dtype:
         if scale is not None:
-            values = values.astype(jnp.float32)
-            # XLA turns a division by one number into a multiplication by its inverse, which
-            # rounds twice; not one by numbers that depend on the values.
-            values = values / jnp.where(jnp.isnan(values), values, scale)
+            values = _quotient(values, scale)
         if is_fp8:
             limit = float(jnp.finfo(dtype).max)
             values = jnp.clip(values.astype(jnp.float32), -limit, limit)
@@ -34,10 +31,11 @@ def narrow(
 def _quotient(
     values: Float[Array, "*shape"], scale: Float32[Array, ""]
 ) -> Float32[Array, "*shape"]:
-    """``values / scale``, rounded once to float32 on every backend.
+    """``values / scale``, as if rounded once to float32, on every backend.
 
-    XLA's float32 division on GPU is off by one bit now and then. The float64 one is not, and is
-    precise enough that rounding its result gives the right one.
+    XLA's float32 division on GPU is off by one bit now and then, and everywhere it makes of a
+    division by one number a multiplication by its inverse. In float64 either is precise enough
+    that rounding its result gives the right one: no quotient is that close to a tie.
     """
     with jax.enable_x64(True):
         exact = values.astype(jnp.float64) / scale.astype(jnp.float64)
