@@ -42,9 +42,13 @@ def as_slots(slots: Any, *, name: str = "slots") -> Int32[Array, " n"]:
         isinstance(array, np.ndarray) and all(isinstance(slot, int) for slot in array.flat)
     ):
         raise TypeError(f"{name} has dtype {array.dtype}, need integers")
-    fits = (array >= _INT32.min) & (array <= _INT32.max)
     if on_device:
-        return jnp.where(fits, array, -1).astype(jnp.int32)
+        # In 64 bits. Else JAX cuts int64, and compares others with bounds cut to their dtype.
+        with jax.enable_x64(True):
+            wide = array.astype(jnp.int64)
+            fits = (wide >= _INT32.min) & (wide <= _INT32.max)
+            return jnp.where(fits, wide, -1).astype(jnp.int32)
+    fits = (array >= _INT32.min) & (array <= _INT32.max)
     if not fits.all():
         position = int(np.argmin(fits))
         raise OverflowError(f"{name}[{position}]={array[position]} does not fit int32")

@@ -29,13 +29,24 @@ def test_every_other_value_of_a_strided_array():
     assert as_slots(np.array([2, 9, 3, 9])[::2]).tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_dl3_what_does_not_fit_is_not_there(traced):
+@pytest.mark.parametrize("function", [as_slots, jax.jit(as_slots)])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint8", "uint16", "uint32"])
+def test_any_integers_on_the_device(dtype, function):
+    values = [0, 5, np.iinfo(dtype).max] + [-7] * dtype.startswith("i")
+    slots = function(jnp.array(values, dtype))
+    assert slots.dtype == jnp.int32
+    assert slots.tolist() == [value if value < 2**31 else -1 for value in values]
+
+
+@pytest.mark.parametrize("calling", ["in 64-bit mode", "in 64-bit mode, traced", "outside"])
+def test_dl3_what_does_not_fit_is_not_there(calling):
     """On the device nobody looks at values: one that is cut to int32 would be another slot."""
-    with jax.enable_x64():
+    with jax.enable_x64(True):
         slots = jnp.array([2**32 + 5, 7, 2**31, -(2**31) - 1, -(2**31)])
         assert slots.dtype == jnp.int64
-        slots = jax.jit(as_slots)(slots) if traced else as_slots(slots)
+        if calling != "outside":
+            slots = (jax.jit(as_slots) if "traced" in calling else as_slots)(slots)
+    slots = as_slots(slots)
     assert slots.dtype == jnp.int32 and slots.tolist() == [-1, 7, -1, -1, -(2**31)]
 
 
