@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whatever the user can get wrong is found here; an error in the work itself is a bug of
         # ours and keeps its traceback.
         work = args.prepare(args)
-    except (ValueError, OSError, UnsupportedError) as error:
+    except (ValueError, OSError, MemoryError, UnsupportedError) as error:
         return _refused(args.command, error)
     try:
         return work()
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refused(name: str, reason: Exception) -> int:
-    print(f"kvjax {name}: {reason}", file=sys.stderr)
+    print(f"kvjax {name}: {str(reason) or 'out of memory'}", file=sys.stderr)
     return 2
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,18 +23,20 @@ def parse_bytes(text: str) -> int:
     """Bytes of an amount such as ``80GiB`` (1024s) or ``80GB`` (1000s).
 
     Raises:
-      ValueError: no unit, an unknown unit, or not a positive amount.
+      ValueError: no unit, an unknown unit, less than one byte, or 8 EiB and more.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)", text)
     if match is None or match[2] not in _UNIT_BYTES:
         raise ValueError(
             f"{text!r} is not an amount of memory; write a number and one of "
             f"{', '.join(_UNIT_BYTES)}, as in 80GiB"
         )
-    amount = int(float(match[1]) * _UNIT_BYTES[match[2]])
+    amount = float(match[1]) * _UNIT_BYTES[match[2]]  # infinite where there are too many digits
     if amount < 1:
         raise ValueError(f"{text!r} is less than one byte")
-    return amount
+    if amount >= 2**63:
+        raise ValueError(f"{reprlib.repr(text)} is 8 EiB of memory or more")
+    return int(amount)
 
 
 def format_bytes(amount: float) -> str:
@@ -172,7 +175,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
 
     Raises:
       ValueError: a model, size or amount that makes no sense.
-      UnsupportedError: a model whose layers keep something other than KV rows.
+      UnsupportedError: a model whose layers do not all keep KV rows of one shape.
     """
     for option, value in (("--tp", args.tp), ("--pp", args.pp), ("--page-size", args.page_size)):
         if value < 1:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -151,13 +152,34 @@ PRESETS = {
 }
 
 
+# The layer types that keep one KV row a token, which a window only allows to be dropped.
+_PLANNED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+# Keys that give some layers other KV rows than the rest, or none, and a model that has them.
+_PER_LAYER_KEYS = (
+    "attn_layer_indices",  # Bamba
+    "attn_layer_period",  # Jamba
+    "block_configs",  # Nemotron-NAS
+    "block_types",  # RecurrentGemma
+    "cross_attention_layers",  # Llama 3.2 Vision
+    "full_attention_interval",  # Qwen3-Next
+    "full_attn_idxs",  # LFM2
+    "hybrid_override_pattern",  # Nemotron-H
+    "layers_block_type",  # Zamba2
+    "linear_attn_config",  # Kimi Linear
+    "num_key_value_heads_per_layer",  # DeciLM
+)
+
+_MAX_SIZE = 2**31 - 1  # as for slots
+
+
 def load(name_or_path: str) -> Model:
     """The model of a preset's name, or of the path of a Hugging Face ``config.json``.
 
     Raises:
       ValueError: neither a preset nor a file, or a file that is not such a JSON object.
       GeometryError: the configuration lacks a size, or has one that makes no sense.
-      UnsupportedError: some of the model's layers keep something other than KV rows.
+      UnsupportedError: the layers do not all keep KV rows of one shape.
     """
     if name_or_path in PRESETS:
         return from_config(name_or_path, PRESETS[name_or_path].config)
@@ -170,7 +192,7 @@ def load(name_or_path: str) -> Model:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -182,20 +204,21 @@ def from_config(name: str, config: Mapping[str, Any]) -> Model:
 
     Raises:
       GeometryError: a size is missing, not a positive integer, or does not divide.
-      UnsupportedError: some layers keep something other than KV rows.
+      UnsupportedError: the layers do not all keep KV rows of one shape.
     """
-    config = config.get("text_config", config)  # multimodal models nest the language model
+    text_config = config.get("text_config")  # multimodal models nest the language model
+    if text_config is not None:
+        if not isinstance(text_config, dict):
+            raise GeometryError(f"{name}: {text_config=} must be an object")
+        config = text_config
     layers = _size(name, config, "num_hidden_layers")
-    notes = _notes(name, config)
+    notes = _notes(name, layers, config)
     if config.get("kv_lora_rank") is not None:
         latent_dim = _size(name, config, "kv_lora_rank")
         rope_dim = _size(name, config, "qk_rope_head_dim")
         return MLAModel(name, layers, latent_dim, rope_dim, notes)
-    # Both defaults are transformers' own: no grouping, and hidden_size split over the heads.
-    if config.get("num_key_value_heads") is None:
-        kv_heads = _size(name, config, "num_attention_heads")
-    else:
-        kv_heads = _size(name, config, "num_key_value_heads")
+    kv_heads = _kv_heads(name, config)
+    # transformers' own default: hidden_size split over the heads.
     if config.get("head_dim") is None:
         hidden_size = _size(name, config, "hidden_size")
         heads = _size(name, config, "num_attention_heads")
@@ -208,30 +231,67 @@ def from_config(name: str, config: Mapping[str, Any]) -> Model:
     return MHAModel(name, layers, kv_heads, head_dim, v_head_dim, notes)
 
 
+def _kv_heads(name: str, config: Mapping[str, Any]) -> int:
+    """The KV heads of a layer; by default there is no grouping.
+
+    Source: transformers ``FalconAttention`` for ``multi_query``, which overrules ``num_kv_heads``
+    unless the decoder architecture is the new one, and which a Falcon may leave out.
+    """
+    if config.get("num_key_value_heads") is not None:
+        return _size(name, config, "num_key_value_heads")
+    multi_query = config.get("multi_query", config.get("model_type") == "falcon")
+    if multi_query and not config.get("new_decoder_architecture"):
+        return 1
+    if config.get("num_kv_heads") is not None:
+        return _size(name, config, "num_kv_heads")
+    return _size(name, config, "num_attention_heads")
+
+
 def _size(name: str, config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise GeometryError(f"{name}: {key}={value!r} must be an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
+        raise GeometryError(
+            f"{name}: {key}={reprlib.repr(value)} must be an integer of at least 1, at most "
+            f"{_MAX_SIZE}"
+        )
     return value
 
 
-def _notes(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the plan leaves out, in words.
+def _notes(name: str, layers: int, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the plan leaves out or counts in full, in words.
 
     Raises:
-      UnsupportedError: some layers keep something other than KV rows.
+      GeometryError: ``layer_types`` is not a list of names.
+      UnsupportedError: the layers do not all keep KV rows of one shape.
     """
-    kinds = set(config.get("layer_types") or ())
-    if stateful := kinds - {"full_attention", "sliding_attention"}:
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise GeometryError(f"{name}: layer_types must be a list of names")
+    if others := set(layer_types) - _PLANNED_LAYER_TYPES:
         raise UnsupportedError(
-            f"{name}: layers of type {', '.join(sorted(stateful))} keep no KV rows; "
-            f"only full_attention and sliding_attention can be planned"
+            f"{name}: layer_types has {', '.join(sorted(others))}; only layers of "
+            f"{', '.join(sorted(_PLANNED_LAYER_TYPES))} can be planned"
+        )
+    keys = [key for key in _PER_LAYER_KEYS if config.get(key)]
+    # MiniMax: 1 is softmax attention and 0 linear attention; MiniMax-M2 has no layer of the latter.
+    if config.get("attn_type_list") not in (None, [1] * layers):
+        keys.append("attn_type_list")
+    if keys:
+        raise UnsupportedError(
+            f"{name}: {', '.join(keys)}: not all layers keep the same KV rows; only models whose "
+            f"layers do can be planned"
         )
     notes = []
     window = config.get("sliding_window")
     # Qwen2 configurations carry a window and say separately that it is off.
     if window is not None and config.get("use_sliding_window", True):
         notes.append(f"layers with a sliding window of {window} tokens are counted in full")
+    if "chunked_attention" in layer_types or config.get("attention_chunk_size") is not None:
+        notes.append("layers with chunked attention are counted in full")
+    if shared := config.get("num_kv_shared_layers"):
+        notes.append(
+            f"the last {shared} layers share earlier layers' rows, but are counted in full"
+        )
     if config.get("index_head_dim") is not None:
         notes.append("the sparse-attention indexer's own keys are not counted")
     return tuple(notes)

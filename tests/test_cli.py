@@ -1,6 +1,7 @@
 """The command line, as a user sees it: output, files, exit codes."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,15 +30,23 @@ def run(*arguments):
         (["--pool", "64GB", "--page-size", "0"], "--page-size 0 must be at least 1"),
         (["--pool", "4G"], "'4G' is not an amount of memory"),
         (["--pool", "1000tokens"], "num_slots=1000 is not a multiple of page_size=16"),
-        (["--pool", "1KiB"], "holds no page"),
-        (["--host-pool=-1tokens"], "'-1tokens' is not an amount of memory"),
-        (["--sweep", "1MiB,2"], "'2' is not an amount of memory"),
+        (["--pool", "1KiB"], "--pool: budget_bytes=1024 holds no page"),
+        (["--pool", "9" * 400 + "GiB"], "is 8 EiB of memory or more"),
+        (["--host-pool=-1tokens"], "--host-pool: '-1tokens' is not an amount of memory"),
+        (["--host-pool", f"{2**31}tokens"], "--host-pool: 2147483648 tokens do not fit int32"),
+        (["--host-pool", "9" * 400 + "GiB"], "is 8 EiB of memory or more"),
+        (["--sweep", "1MiB,2"], "--sweep: '2' is not an amount of memory"),
+        (["--sweep", "1MiB,0tokens"], "--sweep: num_slots=0 must be an integer of at least 1"),
+        (["--sweep", "--pool", "112tokens"], "--sweep starts at 1/8 of --pool, whose 7 pages"),
+        (["--sweep", "--pool", f"{2**30}tokens"], "--sweep: num_slots=2147483648 does not fit"),
         (["--model", "gpt-5"], "'gpt-5' is neither a file nor a preset"),
         (["--model", "qwen3-8b", "--layers", "2"], "leave out --layers"),
         (["--latent-dim", "64", "--kv-heads", "2"], "--kv-heads and --head-dim, or --latent-dim"),
         (["--rope-dim", "64"], "--kv-heads and --head-dim, or --latent-dim"),
-        (["--layers", "0"], "layers"),
-        (["no-such-trace.jsonl"], "No such file"),
+        (["--layers", "0"], "--layers 0 must be at least 1"),
+        (["--layers", "9" * 400], "must be at least 1, and less than 2**63"),
+        (["no-such-trace.jsonl"], "No such file or directory: 'no-such-trace.jsonl'"),
+        ([Path(__file__).parent], f"Is a directory: '{Path(__file__).parent}'"),
         (["--plot", "plot.jpg"], "--plot plot.jpg must end in .png"),
         (["--plot", "no-such-folder/plot.png"], "and be in a folder that exists"),
     ],
@@ -46,6 +55,7 @@ def test_what_makes_no_sense_is_refused_with_a_reason(capsys, arguments, message
     assert run(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
+    assert captured.err.count("\n") == 1
     assert captured.err.startswith("kvjax replay: ")
     assert message in captured.err
 
@@ -55,6 +65,21 @@ def test_a_wrong_line_of_a_trace_is_named(capsys, tmp_path):
     path.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n{')
     assert run(path) == 2
     assert capsys.readouterr().err.startswith(f"kvjax replay: {path}:2: not JSON")
+
+
+@pytest.mark.parametrize("content", [PNG, bytes(range(256)), b"\0" * 64])
+def test_a_binary_trace_is_refused_in_one_line(capsys, tmp_path, content):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    assert run(path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvjax replay: {path}:1: not JSON: ")
+
+
+def test_a_sweep_may_start_at_a_single_page(capsys):
+    assert run(*SMALL, "--pool", "32tokens", "--sweep", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [point["pool_tokens"] for point in result["points"]] == [2**n for n in range(2, 9)]
 
 
 def test_unknown_options_are_refused():
@@ -184,6 +209,20 @@ def test_without_a_trace_it_says_what_it_serves(capsys):
     assert run("--requests", "3", *TINY, "--pool", "8192tokens") == 0
     printed = capsys.readouterr().out
     assert "3 requests generated, with the statistics of Mooncake's conversation trace" in printed
+
+
+def test_no_more_run_at_once_than_there_are(capsys, trace_path):
+    assert run(trace_path, *TINY, "--requests", "3", "--concurrency", 10**18) == 0
+    assert capsys.readouterr().out.endswith("verified, bit for bit\n")
+
+
+def test_memory_that_runs_out_while_preparing_is_said(capsys, monkeypatch):
+    def generate(num_requests, seed):
+        raise MemoryError
+
+    monkeypatch.setattr(cli.workload, "generate", generate)
+    assert run(*SMALL) == 2
+    assert capsys.readouterr().err == "kvjax replay: out of memory\n"
 
 
 def test_a_wrong_row_fails_the_replay(capsys, trace_path, monkeypatch):

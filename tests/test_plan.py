@@ -89,6 +89,12 @@ def test_amounts_without_a_clear_unit_are_rejected(text):
         plan.parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["8388608TiB", "9" * 400 + "GiB", "9" * 5000 + "B"])
+def test_amounts_that_no_machine_has_are_rejected(text):
+    with pytest.raises(ValueError, match=r"^'\d+.*' is 8 EiB of memory or more$"):
+        plan.parse_bytes(text)
+
+
 def config(tmp_path, **fields):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields))
@@ -105,6 +111,42 @@ def test_a_config_without_head_dim_splits_the_hidden_size(tmp_path):
 
 def test_a_config_without_grouping_has_as_many_kv_heads_as_heads(tmp_path):
     assert config(tmp_path, **LAYERS_AND_HEADS).num_kv_heads == 8
+
+
+FALCON_7B = {
+    "model_type": "falcon",
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "hidden_size": 4544,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+}
+FALCON_40B = {
+    "model_type": "falcon",
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "hidden_size": 8192,
+    "num_kv_heads": 8,
+    "multi_query": True,
+    "new_decoder_architecture": True,
+}
+
+
+@pytest.mark.parametrize(
+    "fields, kv_heads",
+    [
+        (FALCON_7B, 1),
+        (FALCON_7B | {"num_kv_heads": 71}, 1),  # as in Falcon-7B-Instruct
+        ({key: FALCON_7B[key] for key in FALCON_7B if key != "multi_query"}, 1),
+        (FALCON_7B | {"multi_query": False}, 71),  # as in Falcon-RW
+        (FALCON_40B, 8),
+    ],
+)
+def test_falcon_has_a_say_of_its_own_in_kv_heads(tmp_path, fields, kv_heads):
+    model = config(tmp_path, **fields)
+    assert model.geometry(64, 64, "bfloat16").bytes_per_token == (
+        fields["num_hidden_layers"] * 2 * kv_heads * 64 * 2
+    )
 
 
 def test_a_config_with_a_latent_is_mla_whatever_its_heads(tmp_path):
@@ -132,10 +174,56 @@ def test_what_the_plan_leaves_out_is_said(tmp_path):
     assert "indexer" in config(tmp_path, **LAYERS_AND_HEADS, index_head_dim=128).notes[0]
 
 
-def test_layers_without_kv_rows_are_rejected(tmp_path):
-    kinds = ["full_attention", "linear_attention"] * 2
-    with pytest.raises(UnsupportedError, match="linear_attention"):
+@pytest.mark.parametrize(
+    "fields",
+    [{"layer_types": ["chunked_attention"] * 3 + ["full_attention"]}, {"attention_chunk_size": 8}],
+)
+def test_chunked_attention_is_counted_in_full(tmp_path, fields):  # Llama 4
+    model = config(tmp_path, **LAYERS_AND_HEADS, **fields)
+    assert model.notes == ("layers with chunked attention are counted in full",)
+    assert model.geometry(64, 64, "bfloat16").bytes_per_token == 4 * 2 * 8 * 64 * 2
+
+
+def test_shared_layers_are_counted_in_full(tmp_path):  # Gemma 3n
+    model = config(tmp_path, **LAYERS_AND_HEADS, num_kv_shared_layers=2)
+    (note,) = model.notes
+    assert "the last 2 layers share" in note
+    assert model.geometry(64, 64, "bfloat16").bytes_per_token == 4 * 2 * 8 * 64 * 2
+    assert config(tmp_path, **LAYERS_AND_HEADS, num_kv_shared_layers=0).notes == ()
+
+
+@pytest.mark.parametrize("other", ["linear_attention", "mamba"])
+def test_layers_without_kv_rows_are_rejected(tmp_path, other):
+    kinds = ["full_attention", other] * 2
+    with pytest.raises(UnsupportedError, match=f"layer_types has {other}; only layers of chunked"):
         config(tmp_path, **LAYERS_AND_HEADS, layer_types=kinds)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("attn_layer_indices", [1]),
+        ("attn_layer_period", 8),
+        ("attn_type_list", [0, 0, 0, 1]),
+        ("block_configs", [{"attention": {"n_heads_in_group": 8}}]),
+        ("block_types", ["recurrent", "recurrent", "attention"]),
+        ("cross_attention_layers", [3]),
+        ("full_attention_interval", 4),
+        ("full_attn_idxs", [2]),
+        ("hybrid_override_pattern", "M-M*"),
+        ("layers_block_type", ["mamba", "hybrid"] * 2),
+        ("linear_attn_config", {"full_attn_layers": [4]}),
+        ("num_key_value_heads_per_layer", [4, 4, 2, 1]),
+    ],
+)
+def test_layers_with_rows_of_their_own_are_rejected(tmp_path, key, value):
+    with pytest.raises(UnsupportedError, match=f"{key}: not all layers keep the same KV rows"):
+        config(tmp_path, **LAYERS_AND_HEADS, **{key: value})
+    assert config(tmp_path, **LAYERS_AND_HEADS, **{key: None}).layers == 4
+
+
+def test_a_hybrids_keys_may_say_that_all_layers_are_alike(tmp_path):  # MiniMax-M2
+    assert config(tmp_path, **LAYERS_AND_HEADS, attn_type_list=[1] * 4).layers == 4
 
 
 @pytest.mark.parametrize(
@@ -146,6 +234,11 @@ def test_layers_without_kv_rows_are_rejected(tmp_path):
         (LAYERS_AND_HEADS | {"num_hidden_layers": "4"}, "num_hidden_layers='4'"),
         (LAYERS_AND_HEADS | {"num_key_value_heads": 0}, "num_key_value_heads=0"),
         (LAYERS_AND_HEADS | {"hidden_size": 510}, "hidden_size=510 is not a multiple of 8 heads"),
+        (LAYERS_AND_HEADS | {"num_hidden_layers": 10**400}, "num_hidden_layers=1000"),
+        (LAYERS_AND_HEADS | {"layer_types": 3}, "layer_types must be a list of names"),
+        (LAYERS_AND_HEADS | {"layer_types": "full"}, "layer_types must be a list of names"),
+        (LAYERS_AND_HEADS | {"layer_types": [[]]}, "layer_types must be a list of names"),
+        ({"text_config": 3}, "text_config=3 must be an object"),
         ({"num_hidden_layers": 4, "kv_lora_rank": 512}, "qk_rope_head_dim=None"),
     ],
 )
@@ -154,7 +247,7 @@ def test_a_config_that_makes_no_sense_is_rejected(tmp_path, fields, message):
         config(tmp_path, **fields)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]"])
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000], ids=["open", "list", "deep"])
 def test_a_file_that_is_no_config_is_rejected(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_text(content)
@@ -185,6 +278,7 @@ def test_json_has_the_same_numbers(capsys):
         (["llama-3.1-8b", "--tp", "3"], "cannot be split over tp_size=3"),
         (["llama-3.1-8b", "--tp", "0"], "--tp 0 must be at least 1"),
         (["llama-3.1-8b", "--memory", "80G"], "'80G' is not an amount of memory"),
+        (["llama-3.1-8b", "--memory", "9" * 400 + "GiB"], "is 8 EiB of memory or more"),
         (["llama-3.1-8b", "--memory", "1MiB"], "holds no page"),
         (["llama-3.1-8b", "--page-size", "0"], "--page-size 0 must be at least 1"),
     ],

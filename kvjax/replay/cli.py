@@ -87,7 +87,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     Raises:
       OSError: a file cannot be read.
       ValueError: an argument or a line of the trace makes no sense.
-      UnsupportedError: the model has layers that keep no KV rows, or matplotlib is missing.
+      UnsupportedError: the model's layers do not all keep KV rows of one shape, or matplotlib is
+        missing.
     """
     _check_numbers(args)
     if args.plot is not None:
@@ -95,16 +96,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     unit_len = jobs.unit_len(args.scale, args.page_size)
     model = _model(args)
     one_page = model.geometry(args.page_size, args.page_size, args.dtype)
-    geometry = _sized(one_page, args.pool)
-    settings = Settings(
-        num_pages=geometry.num_pages,
-        page_size=args.page_size,
-        unit_len=unit_len,
-        host_units=_host_tokens(args.host_pool, geometry.bytes_per_token) // unit_len,
-        concurrency=args.concurrency,
-        step_ms=args.step_ms * args.scale,
-        compact_every=args.compact_every,
-    )
+    geometry = _sized("--pool", args.pool, one_page)
+    host_units = _host_tokens(args.host_pool, geometry) // unit_len
     if args.trace is None:
         requests = workload.generate(
             workload.NUM_REQUESTS if args.requests is None else args.requests, args.seed
@@ -114,15 +107,22 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         requests = trace.read(args.trace, args.requests)
         source = f"{len(requests):,} requests of {args.trace.name}"
     work = jobs.make_jobs(requests, args.scale, args.page_size)
+    settings = Settings(
+        num_pages=geometry.num_pages,
+        page_size=args.page_size,
+        unit_len=unit_len,
+        host_units=host_units,
+        concurrency=min(args.concurrency, len(work)),  # arrays of this length are made
+        step_ms=args.step_ms * args.scale,
+        compact_every=args.compact_every,
+    )
     subject = Subject(source, f"{model.name} ({model.description})", args.scale)
     output = run.Output(args.json, args.plot)
     if args.sweep is None:
         checks = run.Checks(args.verify_every, args.seed)
         return functools.partial(run.replay, subject, geometry, settings, work, checks, output)
-    geometries = [_sized(one_page, size) for size in args.sweep.split(",") if size] or [
-        dataclasses.replace(geometry, num_slots=int(geometry.num_pages * factor) * args.page_size)
-        for factor in _SWEEP_FACTORS
-    ]
+    sizes = [size for size in args.sweep.split(",") if size] or _sizes_around(geometry)
+    geometries = [_sized("--sweep", size, one_page) for size in sizes]
     return functools.partial(run.sweep_sizes, subject, geometries, settings, work, output)
 
 
@@ -143,9 +143,10 @@ def _check_numbers(args: argparse.Namespace) -> None:
         ("--seed", args.seed, 0),
         ("--compact-every", args.compact_every, 0),
         ("--verify-every", args.verify_every, 0),
+        ("--layers", args.layers, 1),
     ):
-        if value is not None and not least <= value < float("inf"):
-            raise ValueError(f"{option} {value} must be at least {least}")
+        if value is not None and not least <= value < 2**63:
+            raise ValueError(f"{option} {value} must be at least {least}, and less than 2**63")
 
 
 def _model(args: argparse.Namespace) -> presets.Model:
@@ -177,18 +178,44 @@ def _model(args: argparse.Namespace) -> presets.Model:
     )
 
 
-def _sized(one_page: Geometry, size: str) -> Geometry:
-    """The device tier of a SIZE; in bytes, the padding page is included."""
-    tokens = _tokens(size)
-    if tokens is None:
-        return fit(one_page, parse_bytes(size))
-    return dataclasses.replace(one_page, num_slots=tokens)
+def _sizes_around(geometry: Geometry) -> list[str]:
+    """The SIZEs of a sweep that names none.
+
+    Raises:
+      ValueError: the smallest is less than a page.
+    """
+    pages = [int(geometry.num_pages * factor) for factor in _SWEEP_FACTORS]
+    if pages[0] < 1:
+        raise ValueError(
+            f"--sweep starts at 1/8 of --pool, whose {geometry.num_pages} pages are fewer than 8; "
+            f"name the sizes, or give --pool at least {8 * geometry.page_size}tokens"
+        )
+    return [f"{count * geometry.page_size}tokens" for count in pages]
 
 
-def _host_tokens(size: str, bytes_per_token: int) -> int:
+def _sized(option: str, size: str, one_page: Geometry) -> Geometry:
+    """The device tier of an option's SIZE; in bytes, the padding page is included."""
+    try:
+        tokens = _tokens(size)
+        if tokens is None:
+            return fit(one_page, parse_bytes(size))
+        return dataclasses.replace(one_page, num_slots=tokens)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def _host_tokens(size: str, geometry: Geometry) -> int:
     """Tokens of a host tier of a SIZE, which has no padding page."""
-    tokens = _tokens(size)
-    return parse_bytes(size) // bytes_per_token if tokens is None else tokens
+    try:
+        tokens = _tokens(size)
+        if tokens is None:
+            tokens = parse_bytes(size) // geometry.bytes_per_token
+    except ValueError as error:
+        raise ValueError(f"--host-pool: {error}") from None
+    # The pool behind it is one of the device tier's kind, and those start at this slot.
+    if tokens + geometry.first_slot > 2**31 - 1:
+        raise ValueError(f"--host-pool: {tokens} tokens do not fit int32 slot numbers")
+    return tokens
 
 
 def _tokens(size: str) -> int | None:

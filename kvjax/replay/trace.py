@@ -10,8 +10,8 @@ stands for its block and everything before it, so that equal ids are equal prefi
 
 import dataclasses
 import json
-import math
 import pathlib
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +19,9 @@ BLOCK_LEN = 512
 
 # The longest context of any published model, Llama 4 Scout's. Lengths above it are typing errors.
 MAX_LEN = 10_000_000
+
+# Above it, floats no longer tell one millisecond from the next.
+MAX_MS = 2**53
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ def _lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
 
 def _parse(line: bytes) -> Request:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, object_pairs_hook=_fields)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -83,9 +86,11 @@ def _parse(line: bytes) -> Request:
         raise ValueError(f"missing {', '.join(missing)}")
     timestamp = fields["timestamp"]
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
-        raise ValueError(f"{timestamp=} must be a number of milliseconds")
-    if not (math.isfinite(timestamp) and timestamp >= 0):
-        raise ValueError(f"{timestamp=} must be finite and not negative")
+        raise ValueError(f"timestamp={reprlib.repr(timestamp)} must be a number of milliseconds")
+    if not 0 <= timestamp <= MAX_MS:  # nor is NaN
+        raise ValueError(
+            f"timestamp={reprlib.repr(timestamp)} must be from 0 to 2**53 milliseconds"
+        )
     input_len = _length(fields, "input_length", at_least=1)
     output_len = _length(fields, "output_length", at_least=0)
     hash_ids = fields["hash_ids"]
@@ -100,6 +105,13 @@ def _parse(line: bytes) -> Request:
     return Request(timestamp, input_len, output_len, tuple(hash_ids))
 
 
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("an object has two values for one key")
+    return fields
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -107,7 +119,9 @@ def _is_count(value: Any) -> bool:
 def _length(fields: dict[str, Any], name: str, at_least: int) -> int:
     value = fields[name]
     if not _is_count(value) or not at_least <= value <= MAX_LEN:
-        raise ValueError(f"{name}={value!r} must be an integer from {at_least} to {MAX_LEN:,}")
+        raise ValueError(
+            f"{name}={reprlib.repr(value)} must be an integer from {at_least} to {MAX_LEN:,}"
+        )
     return value
 
 

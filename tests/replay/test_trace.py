@@ -15,7 +15,7 @@ def write(path, *requests):
 
 
 def test_reads_requests_and_numbers_their_blocks(tmp_path):
-    second = REQUEST | {"timestamp": 5.5, "hash_ids": [40, 2**63]}
+    second = REQUEST | {"timestamp": 5.5, "hash_ids": [40, 10**400]}
     path = write(tmp_path / "trace.jsonl", REQUEST, b"  ", second | {"session": "ignored"})
     assert trace.read(path) == [
         trace.Request(5, 700, 9, (0, 1)),
@@ -38,15 +38,27 @@ WRONG_LINES = {
     "timestamp is text": (REQUEST | {"timestamp": "5"}, "timestamp='5'"),
     "timestamp is true": (REQUEST | {"timestamp": True}, "timestamp=True"),
     "timestamp is NaN": (REQUEST | {"timestamp": math.nan}, "timestamp=nan"),
+    "timestamp is infinite": (REQUEST | {"timestamp": math.inf}, "timestamp=inf"),
+    "timestamp is huge": (REQUEST | {"timestamp": 10**400}, "timestamp=1000.* must be from 0 to 2"),
+    "timestamp is a list": (REQUEST | {"timestamp": [5]}, r"timestamp=\[5\] must be a number"),
+    "too many digits": (b'{"timestamp": ' + b"9" * 5000 + b"}", "not JSON: .*5000 digits"),
+    "a key twice": (b'{"timestamp": 5, "timestamp": 6}', "not JSON: .*two values for one key"),
     "timestamp is negative": (REQUEST | {"timestamp": -1}, "timestamp=-1"),
     "input is negative": (REQUEST | {"input_length": -700}, "input_length=-700"),
     "input is nothing": (REQUEST | {"input_length": 0, "hash_ids": []}, "input_length=0"),
     "input is fractional": (REQUEST | {"input_length": 700.5}, "input_length=700.5"),
     "input is absurd": (REQUEST | {"input_length": 10**12}, "input_length=1000000000000"),
+    "input is huge": (REQUEST | {"input_length": 10**400}, "input_length=1000"),
+    "input is NaN": (REQUEST | {"input_length": math.nan}, "input_length=nan"),
+    "input is an object": (REQUEST | {"input_length": {}}, "input_length={} must be an integer"),
+    "output is true": (REQUEST | {"output_length": True}, "output_length=True"),
     "output is negative": (REQUEST | {"output_length": -1}, "output_length=-1"),
     "output is absurd": (REQUEST | {"output_length": 10**9}, "output_length=1000000000"),
     "ids are no list": (REQUEST | {"hash_ids": "40"}, "hash_ids must be a list"),
     "an id is text": (REQUEST | {"hash_ids": [40, "41"]}, "hash_ids must be a list"),
+    "an id is fractional": (REQUEST | {"hash_ids": [40, 41.0]}, "hash_ids must be a list"),
+    "an id is true": (REQUEST | {"hash_ids": [40, True]}, "hash_ids must be a list"),
+    "an id is a list": (REQUEST | {"hash_ids": [40, [41]]}, "hash_ids must be a list"),
     "an id is negative": (REQUEST | {"hash_ids": [40, -1]}, "hash_ids must be a list"),
     "too few ids": (REQUEST | {"hash_ids": [40]}, "1 hash_ids do not cover input_length=700"),
     "too many ids": (REQUEST | {"hash_ids": [40, 41, 42]}, "takes 2 blocks of 512 tokens"),
