@@ -13,7 +13,6 @@ NumPy or JAX arrays; ``slots.as_slots`` says what it refuses.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -59,9 +58,11 @@ class SlotAllocator:
         """Slots 1 to ``num_slots``, all free.
 
         Raises:
-          GeometryError: ``num_slots`` is less than 1, or does not fit int32 slots.
+          TypeError: ``num_slots`` is not an integer.
+          GeometryError: it is less than 1, or does not fit int32 slots.
         """
-        return cls(_all_pages(num_slots, cls.page_size))
+        free_pages, _ = _all_pages(num_slots, cls.page_size)
+        return cls(free_pages)
 
 
 @jax.tree_util.register_dataclass
@@ -90,10 +91,11 @@ class PageAllocator:
         """Pages 1 to ``num_slots // page_size``, all free; page 0 is the padding page.
 
         Raises:
+          TypeError: a size is not an integer.
           GeometryError: a size is less than 1, or ``num_slots`` is not a multiple of ``page_size``
             or does not fit int32 slots.
         """
-        return cls(_all_pages(num_slots, page_size), page_size)
+        return cls(*_all_pages(num_slots, page_size))
 
 
 def alloc[A: (SlotAllocator, PageAllocator)](
@@ -102,14 +104,15 @@ def alloc[A: (SlotAllocator, PageAllocator)](
     """Hands out ``num_slots`` slots, in whole pages; a static number.
 
     Raises:
-      ValueError: ``num_slots`` is negative or not a multiple of the page size (S8).
+      TypeError: ``num_slots`` is not an integer.
+      ValueError: it is negative, does not fit int32 or is not a multiple of the page size (S8).
 
     Source: A-RM-3, A-PG-2.
     """
-    num_slots, page_size = operator.index(num_slots), state.page_size
-    if num_slots < 0 or num_slots % page_size:
+    num_slots, page_size = free_list.as_count("num_slots", num_slots), state.page_size
+    if num_slots % page_size:
         raise ValueError(
-            f"{num_slots=} must be a multiple of {page_size=} and at least 0; "
+            f"{num_slots=} must be a multiple of {page_size=}; "
             "extend and decode hand out parts of a page"
         )
     free_pages, slots, ok = _alloc(
@@ -128,20 +131,20 @@ def extend[A: (SlotAllocator, PageAllocator)](
       prefix_lens: tokens that each sequence has.
       seq_lens: tokens that it is to have. A sequence that does not grow is padding.
       last_slots: the slot of each prefix's last token, used where the prefix ends inside a page,
-        which is filled first. One that is not at that place of a page gives -1 instead.
+        which is filled first. One that is not at that place of a page, or of a page that nobody
+        has, gives -1 instead. A page that was freed and handed out again looks like the sequence's.
       num_tokens: static, the most tokens there may be in all sequences; with more, ``ok`` is
         False. With fewer, the last slots are -1.
 
     Raises:
-      ValueError: the arguments' lengths differ, or ``num_tokens`` is negative. In checks mode,
-        also: a sequence shrinks or has a negative length, or a last slot that is used is not at
-        its place of a page that was handed out.
+      TypeError: ``num_tokens`` is not an integer.
+      ValueError: it is negative or does not fit int32, or the arguments' lengths differ. In checks
+        mode, also: a sequence shrinks or has a negative length, or a last slot that is used is not
+        at its place of a page that was handed out and not freed, or two are in one page.
 
     Source: A-PG-3, with capacity decided before anything else (AL1).
     """
-    num_tokens = operator.index(num_tokens)
-    if num_tokens < 0:
-        raise ValueError(f"{num_tokens=} must be at least 0")
+    num_tokens = free_list.as_count("num_tokens", num_tokens)
     sequences = _one_entry_each(prefix_lens=prefix_lens, seq_lens=seq_lens, last_slots=last_slots)
     if enabled():
         _check_growth(state, *sequences)
@@ -186,8 +189,7 @@ def free[A: (SlotAllocator, PageAllocator)](state: A, slots: Ints) -> A:
 
     Source: A-RM-4, A-PG-5, AL4, AL5.
     """
-    slots = as_slots(slots)
-    free_list.check_returned(
+    slots = free_list.as_returned(
         state.free_pages, "slots", slots, per_number=state.page_size, earlier=state.pending
     )
     if state.group_depth:
@@ -219,11 +221,13 @@ def free_group_end[A: (SlotAllocator, PageAllocator)](state: A) -> A:
     state = dataclasses.replace(state, pending=(), group_depth=0)
     if not pending:
         return state
-    num_pending = sum(slots.size for slots in pending)
-    # Up to a power of two, so that groups of similar size share what is compiled.
-    padding = (1 << (num_pending - 1).bit_length()) - num_pending
-    padding = jnp.full(padding, free_list.NOBODY, jnp.int32)
-    return _take_back(state, jnp.concatenate([*pending, padding]))
+    # One at a time: a concatenation would compile for each combination of sizes.
+    num_slots = free_list.padded(sum(slots.size for slots in pending))
+    together, start = jnp.full(num_slots, free_list.NOBODY, jnp.int32), 0
+    for slots in pending:
+        together = jax.lax.dynamic_update_slice(together, slots, (start,))
+        start += slots.size
+    return _take_back(state, together)
 
 
 def backup[A: (SlotAllocator, PageAllocator)](state: A) -> A:
@@ -256,12 +260,14 @@ def available(state: SlotAllocator | PageAllocator) -> Int32[Array, ""]:
     return state.free_pages.num_free * state.page_size
 
 
-def _all_pages(num_slots: int, page_size: int) -> FreeList:
-    if min(num_slots, page_size) < 1 or num_slots % page_size:
-        raise GeometryError(f"{num_slots=} must be a multiple of {page_size=}, both at least 1")
+def _all_pages(num_slots: int, page_size: int) -> tuple[FreeList, int]:
+    size = functools.partial(free_list.as_count, least=1, error=GeometryError)
+    num_slots, page_size = size("num_slots", num_slots), size("page_size", page_size)
+    if num_slots % page_size:
+        raise GeometryError(f"{num_slots=} must be a multiple of {page_size=}")
     if num_slots + page_size > 2**31 - 1:
         raise GeometryError(f"{num_slots=} does not fit int32 slot numbers")
-    return free_list.create(1, num_slots // page_size)
+    return free_list.create(1, num_slots // page_size), page_size
 
 
 def _one_entry_each(**arrays: Ints) -> list[Int32[Array, " sequences"]]:
@@ -274,9 +280,11 @@ def _one_entry_each(**arrays: Ints) -> list[Int32[Array, " sequences"]]:
 
 def _check_growth(state, prefix_lens, seq_lens, last_slots):
     arrays = (prefix_lens, seq_lens, last_slots)
-    if any(isinstance(x, Tracer) for x in (state.free_pages.mark, *arrays)):
+    if any(isinstance(x, Tracer) for x in (state.free_pages.mark, *state.pending, *arrays)):
         return
     page_size = state.page_size
+    freed = {slot // page_size for slots in state.pending for slot in slots.tolist()}
+    filled_by = {}
     taken = free_list.is_taken(state.free_pages, last_slots // page_size)
     rows = zip(*(x.tolist() for x in (*arrays, taken)), strict=True)
     for i, (prefix_len, seq_len, last_slot, is_taken) in enumerate(rows):
@@ -285,12 +293,18 @@ def _check_growth(state, prefix_lens, seq_lens, last_slots):
                 f"seq_lens[{i}]={seq_len} is less than the {prefix_len=} before; "
                 "a sequence grows, or keeps its length as padding"
             )
-        place = prefix_len % page_size
-        follows = is_taken and (last_slot + 1) % page_size == place
-        if seq_len > prefix_len and place and not follows:
+        place, page = prefix_len % page_size, last_slot // page_size
+        if seq_len == prefix_len or not place:
+            continue
+        if not is_taken or page in freed or (last_slot + 1) % page_size != place:
             raise ValueError(
-                f"last_slots[{i}]={last_slot} cannot hold token {prefix_len - 1}; "
-                f"allowed: slot {place - 1} of a page of {page_size} that was handed out"
+                f"last_slots[{i}]={last_slot} cannot hold token {prefix_len - 1}; allowed: "
+                f"slot {place - 1} of a page of {page_size} that was handed out and not freed"
+            )
+        if (j := filled_by.setdefault(page, i)) != i:
+            raise ValueError(
+                f"last_slots[{i}]={last_slot} is in the page of last_slots[{j}]; "
+                "two sequences cannot both fill it"
             )
 
 
@@ -328,6 +342,10 @@ def _decode(free_pages: FreeList, seq_lens, last_slots, *, page_size):
 
 
 def _grow(free_pages, fits, prefix_lens, extend_lens, last_slots, starts, *, page_size, num_tokens):
+    if page_size > 1:  # otherwise nobody's page is filled further
+        last_slots = _only_taken(free_pages, last_slots, page_size=page_size)
+        # Fenced, as in free_list.take.
+        last_slots, free_pages = jax.lax.optimization_barrier((last_slots, free_pages))
     num_pages = pages_needed(prefix_lens, extend_lens, page_size=page_size).sum(dtype=jnp.int32)
     free_pages, new_pages, ok = free_list.take(
         free_pages,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int32
 
 from kvjax.checks_mode import enabled
+from kvjax.slots import as_slots
 
 NOBODY = -1
 """Pads what is handed out; ignored where it comes back."""
@@ -127,15 +130,17 @@ def is_taken(free: FreeList, numbers: Int32[Array, " n"]) -> Bool[Array, " n"]:
     return _get(free.mark, numbers) == _TAKEN
 
 
-def check_returned(
+def as_returned(
     free: FreeList,
     name: str,
-    values: Int32[Array, " n"],
+    values: Any,
     *,
     per_number: int = 1,
     earlier: tuple[Int32[Array, " _"], ...] = (),
-) -> None:
-    """Checks mode: whether ``values`` can be given back, each of them once.
+) -> Int32[Array, " padded"]:
+    """``values`` as ``as_slots`` makes them, in checks mode if they can be given back, each once.
+
+    Those on the host are followed by ``NOBODY`` up to a power of two, so that few sizes compile.
 
     Args:
       free: what they are given back to.
@@ -147,11 +152,17 @@ def check_returned(
     Raises:
       ValueError: somebody does not have one of them. Not raised where values are traced.
     """
-    if not enabled() or any(isinstance(x, Tracer) for x in (free.mark, values, *earlier)):
-        return
-    taken = is_taken(free, values // per_number).tolist()
+    array = values if isinstance(values, jax.Array) else np.asarray(values)
+    num_values = array.size
+    # as_slots refuses most of the rest; unsigned ones stay as they are.
+    if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind == "i":
+        array = np.pad(array, (0, padded(num_values) - num_values), constant_values=NOBODY)
+    slots = as_slots(array, name=name)
+    if not enabled() or any(isinstance(x, Tracer) for x in (free.mark, slots, *earlier)):
+        return slots
+    taken = is_taken(free, slots // per_number).tolist()
     seen = set(np.concatenate([[], *earlier]).tolist())
-    for position, value in enumerate(values.tolist()):
+    for position, value in enumerate(slots.tolist()[:num_values]):
         if not taken[position] or value in seen:
             what = "named twice" if taken[position] else "not taken"
             low, high = free.first * per_number, free.mark.size * per_number - 1
@@ -160,6 +171,28 @@ def check_returned(
                 f"allowed: {name} from {low} to {high} that were handed out, each once"
             )
         seen.add(value)
+    return slots
+
+
+def padded(num_values: int) -> int:
+    """The next power of two."""
+    return 1 << max(num_values - 1, 0).bit_length()
+
+
+def as_count(name: str, value: Any, *, least: int = 0, error: type[ValueError] = ValueError) -> int:
+    """``value`` as a Python int, from ``least`` to the highest int32.
+
+    Raises:
+      TypeError: not an integer, or a traced one.
+      ValueError: out of range; ``error``, if another is given.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be a static integer") from None
+    if not least <= count <= _TAKEN:
+        raise error(f"{name}={count} must be from {least} to {_TAKEN}")
+    return count
 
 
 def _release(

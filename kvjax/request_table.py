@@ -7,7 +7,6 @@ given one is as good as before. Arrays of integers may be lists, NumPy or JAX ar
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 
 import jax
@@ -51,11 +50,12 @@ class RequestTable:
         """A table for ``num_requests`` requests at a time, of ``max_context_len`` tokens each.
 
         Raises:
-          GeometryError: a size is less than 1.
+          TypeError: a size is not an integer.
+          GeometryError: a size is less than 1, or does not fit int32.
         """
-        num_requests, max_context_len = map(operator.index, (num_requests, max_context_len))
-        if min(num_requests, max_context_len) < 1:
-            raise GeometryError(f"{num_requests=} and {max_context_len=} must be at least 1")
+        size = functools.partial(free_list.as_count, least=1, error=GeometryError)
+        num_requests = size("num_requests", num_requests)
+        max_context_len = size("max_context_len", max_context_len)
         slots = jnp.zeros((num_requests, max_context_len), jnp.int32)
         return cls(slots, free_list.create(0, num_requests))
 
@@ -66,13 +66,12 @@ def alloc(
     """Hands out ``num_rows`` rows, or none (-1 for each, and ``ok`` False) if there are too few.
 
     Raises:
-      ValueError: ``num_rows``, which is static, is negative.
+      TypeError: ``num_rows``, which is static, is not an integer.
+      ValueError: it is negative, or does not fit int32.
 
     Source: A-RT-4.
     """
-    num_rows = operator.index(num_rows)
-    if num_rows < 0:
-        raise ValueError(f"{num_rows=} must be at least 0")
+    num_rows = free_list.as_count("num_rows", num_rows)
     free_rows, rows, ok = free_list.take(table.free_rows, num_rows, capacity=num_rows)
     return dataclasses.replace(table, free_rows=free_rows), rows, ok
 
@@ -85,8 +84,7 @@ def free(table: RequestTable, rows: Ints) -> RequestTable:
 
     Source: A-RT-5, AL4.
     """
-    rows = as_slots(rows, name="rows")
-    free_list.check_returned(table.free_rows, "rows", rows)
+    rows = free_list.as_returned(table.free_rows, "rows", rows)
     return dataclasses.replace(table, free_rows=free_list.append(table.free_rows, rows))
 
 
@@ -137,9 +135,9 @@ def read(
     if rows.size != seq_lens.size:
         raise ValueError(f"{rows.size=} and {seq_lens.size=} must be equal")
     num_requests, max_context_len = table.slots.shape
-    max_seq_len = operator.index(max_seq_len)
-    if not 0 <= max_seq_len <= max_context_len:
-        raise ValueError(f"{max_seq_len=} must be from 0 to {max_context_len=}")
+    max_seq_len = free_list.as_count("max_seq_len", max_seq_len)
+    if max_seq_len > max_context_len:
+        raise ValueError(f"{max_seq_len=} must be at most {max_context_len=}")
     check(rows, 0, num_requests, name="rows")
     return _read(table.slots, rows, seq_lens, max_seq_len=max_seq_len)
 

@@ -78,6 +78,9 @@ class AllocatorOracle:
         result = []
         for prefix_len, seq_len, slot in sequences:
             slots = []
+            page = slot // self.page_size
+            if page in self.free_pages or not 1 <= page <= self.num_pages:
+                slot = NOBODY
             for position in range(prefix_len, seq_len):
                 if position % self.page_size == 0:
                     if not free_pages:

@@ -173,6 +173,7 @@ def test_dl3_numbers_that_do_not_fit(row):
 
 REFUSED = {
     "negative_count": (ValueError, lambda t: request_table.alloc(t, -1)),
+    "int64_count": (ValueError, lambda t: request_table.alloc(t, 2**31)),
     "float_count": (TypeError, lambda t: request_table.alloc(t, 1.0)),
     "one_row_for_two": (ValueError, lambda t: request_table.write(t, [0], [0, 1], [1, 2])),
     "one_slot_for_two": (ValueError, lambda t: request_table.write(t, [0, 0], [0, 1], [1])),
@@ -214,6 +215,38 @@ def test_checks_mode_refuses_what_is_otherwise_ignored(case):
 def test_sizes_that_are_none(sizes):
     with pytest.raises(GeometryError):
         RequestTable.create(*sizes)
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    {
+        "num_requests=4.0": lambda: RequestTable.create(4.0, 8),  # pyright: ignore
+        "num_requests=2147483648": lambda: RequestTable.create(2**31, 1),
+        "max_context_len=8.0": lambda: RequestTable.create(4, 8.0),  # pyright: ignore
+        "num_rows=2147483648": lambda: request_table.alloc(RequestTable.create(4, 8), 2**31),
+        "max_seq_len=2147483648": lambda: request_table.read(
+            RequestTable.create(4, 8), [0], [1], 2**31
+        ),
+    }.items(),
+)
+def test_messages_name_the_count(name, call):
+    with pytest.raises((TypeError, ValueError), match=name):
+        call()
+
+
+def test_numpy_integers_are_integers():
+    table, rows, ok = request_table.alloc(RequestTable.create(np.int64(2), np.uint8(8)), np.int8(2))
+    assert table.slots.shape == (2, 8) and rows.tolist() == [0, 1] and ok
+
+
+def test_frees_of_many_sizes_compile_for_few():
+    append = free_list.append
+    table, _, _ = request_table.alloc(RequestTable.create(37, 1), 37)
+    before = append._cache_size()
+    for i, num_rows in enumerate([3, 5, 6, 7, 4, 8]):
+        table = request_table.free(table, range(num_rows) if i % 2 else np.arange(num_rows))
+    assert append._cache_size() - before == 2  # 4 and 8
+    assert in_order(table.free_rows) == [*range(8)]
 
 
 def step(table, rows, seq_lens):

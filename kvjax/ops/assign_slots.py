@@ -35,7 +35,7 @@ def assign_slots(
       prefix_lens: tokens each sequence has.
       extend_lens: tokens it gets; may be 0.
       last_slots: the slot of each prefix's last token, used where the prefix ends inside a page.
-        One that is not at that place of a page gives -1, never a slot of some other page.
+        One that is negative or not at that place of a page gives -1, never a slot of some other.
       starts: the place in the result of each sequence's first new token; ascending from 0, so
         that the tokens of two sequences do not meet.
       new_pages: at least one, and at least as many as are needed.
@@ -73,7 +73,7 @@ def reference(
         return jnp.full(num_tokens, -1, jnp.int32)
     needed = pages_needed(prefix_lens, extend_lens, page_size=page_size)
     taken_before = jnp.cumsum(needed, dtype=jnp.int32) - needed
-    continues = (last_slots + 1) % page_size == prefix_lens % page_size
+    continues = (last_slots >= 0) & ((last_slots + 1) % page_size == prefix_lens % page_size)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     # Unrolled, the search is part of the one GPU kernel that everything from here on becomes.

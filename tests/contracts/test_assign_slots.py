@@ -25,7 +25,7 @@ def oracle(prefix_lens, extend_lens, last_slots, starts, new_pages, page_size, n
             if place == 0:
                 slot = next(pages) * page_size
             else:
-                slot = slot + 1 if (slot + 1) % page_size == place else -1
+                slot = slot + 1 if slot >= 0 and (slot + 1) % page_size == place else -1
             out[start + i] = slot
     return out
 
@@ -45,7 +45,7 @@ def batches(draw, num_sequences, page_size):
     prefix_lens = ints(0, 4 * page_size)
     extend_lens = ints(0, MAX_EXTEND)
     last_slots = [
-        draw(st.integers(0, 99)) * page_size + (prefix_len - 1) % page_size + wrong
+        draw(st.integers(-3, 99)) * page_size + (prefix_len - 1) % page_size + wrong
         for prefix_len, wrong in zip(prefix_lens, ints(0, 1), strict=True)
     ]
     last_slots = [slot if there else -1 for slot, there in zip(last_slots, ints(0, 3), strict=True)]
