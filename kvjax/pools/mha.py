@@ -88,8 +88,11 @@ def _scale(name: str, scale: Any) -> Float32[Array, ""] | None:
         raise TypeError(f"{name} is {type(scale)}, need a number or an array of one")
     if np.size(scale) != 1 or np.ndim(scale) > 1:
         raise ValueError(f"{name} has shape {np.shape(scale)}, need a single number")
-    if not isinstance(scale, jax.Array) and not (math.isfinite(scale) and scale):
-        raise ValueError(f"{name}={scale} cannot be divided by")
+    if not isinstance(scale, jax.Array):
+        with np.errstate(over="ignore"):
+            scale = np.asarray(scale).astype(np.float32).item()
+        if scale == 0 or not math.isfinite(scale):
+            raise ValueError(f"{name}={scale} cannot be divided by")
     return jnp.asarray(scale, jnp.float32).reshape(())
 
 
