@@ -208,7 +208,6 @@ def test_layer_and_page_view_are_the_rows(name, as_layer_id):
     assert page_table[0, 2] == -1
 
 
-@pytest.mark.xfail(reason="dynamic_index_in_dim clamps, and returns another layer")
 @pytest.mark.parametrize("layer_id", [1, 5])
 def test_a_traced_layer_that_is_not_there_is_zeros(layer_id):
     pool, _ = junk_pool(GEOMETRIES["mla"])
