@@ -43,7 +43,7 @@ def both(case):
     )
 
 
-@on_cases(reference=cases.MANY, interpreted=cases.FEWEST, gpu=cases.FOR_GPU[2:])
+@on_cases(reference=cases.MANY, interpreted=cases.FEWEST, gpu=cases.FEWEST_FOR_GPU)
 def test_equals_oracle(name, case):
     for_examples(name, both(case), partial(compare, partial(run, "copy_rows", name), case))
 

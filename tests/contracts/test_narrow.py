@@ -50,9 +50,14 @@ def subnormal(values, scale):
     return ((values > 0) & (values < smallest)) | ((quotients > 0) & (quotients < smallest))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "source, backend",
+    [
+        *((source, "cpu") for source in ("bfloat16", "float16", *FP8)),
+        *(pytest.param(source, "gpu", marks=pytest.mark.gpu) for source in ("bfloat16", "float16")),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.parametrize("source", ["bfloat16", "float16", *FP8])
 def test_every_value_of_a_small_dtype(source, dtype, backend):
     num_bytes = np.dtype(source).itemsize
     values = np.arange(1 << 8 * num_bytes, dtype=f"u{num_bytes}").view(source)

@@ -19,7 +19,7 @@ def compare(read, case, planes, layer, slots):
         oracles.assert_same_bits(actual, expected)
 
 
-@on_cases(reference=cases.MANY, interpreted=cases.FEWEST, gpu=cases.FOR_GPU[2:])
+@on_cases(reference=cases.MANY, interpreted=cases.FEWEST, gpu=cases.FEWEST_FOR_GPU)
 def test_equals_oracle(name, case):
     check = partial(compare, partial(run, "read_rows", name), case)
     for_examples(name, inputs(case, planes, layers, any_slots), check)

@@ -79,5 +79,5 @@ def test_a_race_is_caught():
     old, new = random_rows(0, case.rows, 2, case.num_rows), random_rows(1, case.rows, 2)
     write = partial(run, "write_rows", INTERPRETED, case, old, 1, first_slot=case.first_slot)
     write(np.array([5, 6], np.int32), new)
-    with pytest.raises(AssertionError):
+    with pytest.raises(RuntimeError, match="RACE DETECTED"):
         write(np.array([5, 5], np.int32), new)

@@ -24,7 +24,7 @@ ALL = [
     (5, 3, "float8_e5m2", "float32", "float32", None),
 ]
 CASES = [(*case, "reference") for case in ALL]
-CASES += [pytest.param(*ALL[i], "mosaic_gpu", marks=pytest.mark.gpu) for i in (1, 2, 5)]
+CASES += [pytest.param(*ALL[i], "mosaic_gpu", marks=pytest.mark.gpu) for i in (2, 5)]
 
 layer_ids = st.integers(2, 4) | st.sampled_from([1, 2, 5]).map(jnp.int32)
 
