@@ -1,6 +1,6 @@
 """The shapes that operations on planes speak of."""
 
-from jaxtyping import Array, Int32, Shaped
+from jaxtyping import Array, Int, Int32, Shaped
 
 Planes = tuple[Shaped[Array, "layers rows *_"], ...]
 """Arrays ``[layers, rows, *row]`` that agree on layers and rows, not on row or dtype."""
@@ -13,5 +13,5 @@ Rows = tuple[Shaped[Array, "..."], ...]
 
 Slots = Int32[Array, " n"]
 
-Layer = Int32[Array, ""] | int | None
+Layer = Int[Array, ""] | int | None
 """Position of a layer in the planes, traced or not; ``None`` means all layers."""

@@ -144,6 +144,11 @@ def test_any_order_of_operations(name):
     run_machine(GEOMETRIES[name], max_examples=15)
 
 
+def test_any_order_of_operations_in_64_bit_mode():
+    with jax.enable_x64(True):
+        run_machine(GEOMETRIES["mha"], max_examples=5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mha", "mla, e5m2"])
 def test_any_order_of_operations_by_kernels(name):
