@@ -189,5 +189,8 @@ def as_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> Rows:
 
 
 def _own(values: Any) -> Array:
-    """An array that shares no memory with the caller's: JAX on CPU would, with NumPy's (DL5)."""
-    return jnp.array(values) if isinstance(values, np.ndarray) else values
+    """An array that shares no memory with the caller's: JAX on CPU would, with NumPy's (DL5).
+
+    ``jnp.array`` does too, until it gets round to the copy.
+    """
+    return jnp.asarray(values.copy()) if isinstance(values, np.ndarray) else values
