@@ -68,6 +68,19 @@ def any_slots(case):
     return some_slots(case.num_tokens, case.first_slot, case.num_rows, distinct=False)
 
 
+def moves(case):
+    """Where the row of each token goes, and where it comes from."""
+    return some_moves(case.num_tokens, case.first_slot, case.num_rows)
+
+
+@st.composite
+def some_moves(draw, *args):
+    """Distinct slots, and slots half of which are among them."""
+    dst, src = draw(some_slots(*args)), draw(some_slots(*args, distinct=False))
+    rng = np.random.default_rng(draw(seeds))
+    return dst, np.where(rng.random(dst.size) < 0.5, rng.permutation(dst), src)
+
+
 @st.composite
 def some_slots(draw, num_tokens, first, stop, *, distinct=True):
     """Slots from ``first`` to ``stop`` and, among them, slots that are not there."""
@@ -81,7 +94,8 @@ def some_slots(draw, num_tokens, first, stop, *, distinct=True):
         )
         absent = st.integers(-2 * stop, first - 1) | st.sampled_from(edges)
         there += [first - 1] * num_tokens  # where there are not so many
-        choices = [draw(st.just(there[i]) | absent) for i in range(num_tokens)]
+        is_absent = st.integers(0, 3).map(lambda number: number == 3)
+        choices = [draw(absent) if draw(is_absent) else there[i] for i in range(num_tokens)]
         return np.array(choices, np.int32)
     rng = np.random.default_rng(draw(seeds))
     there = rng.permutation(np.arange(first, stop)) if distinct else rng.integers(first, stop, stop)

@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax import GeometryError, LayerRange, MHAGeometry, MLAGeometry, mha, mla
 from kvjax.geometry import DTYPE_BYTES
+from kvjax.transfer import HostRows
 from tests import oracles
 from tests.pools.junk import IMPLEMENTATIONS, assert_holds, junk_pool, pool_of
 
@@ -267,21 +268,35 @@ def test_dl3_a_slot_is_never_cut_to_another(name, slot):
         assert_holds(new, planes)
 
 
-def test_dl5_a_host_buffer_may_be_reused_at_once():
-    geometry = MHAGeometry(64, 1, 1, 1, 1024, "float32")
-    pool = kvjax.create(geometry)
-    rows = kvjax.offload(pool, np.arange(1, 65))
-    for plane in rows.rows:
-        plane[...] = 7
-    pool = kvjax.restore(pool, np.arange(1, 65), rows)
-    slots = np.arange(1, 65)
-    values = np.full((64, 1, 1024), 8, np.float32)
-    other = mha.write(kvjax.create(geometry), 0, slots, values, values)
-    for plane in rows.rows:
-        plane[...] = 9
-    slots[...], values[...] = 1, 9
-    assert (np.asarray(pool.planes[0][0, 1:]) == 7).all()
-    assert (np.asarray(other.planes[1][0, 1:]) == 8).all()
+def aligned(shape, byte):
+    """An fp8 array that JAX on CPU would share, for it begins at a multiple of 64 bytes."""
+    raw = np.full(int(np.prod(shape)) + 64, byte, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:][: raw.size - 64].view(ml_dtypes.float8_e4m3fn).reshape(shape)
+
+
+HOST_WRITES = {
+    "write": lambda pool, slots, k, v: mha.write(pool, 0, slots, k, v),
+    "scatter": lambda pool, slots, k, v: kvjax.scatter(pool, slots, (k[None], v[None])),
+    "scatter_layer": lambda pool, slots, k, v: kvjax.scatter_layer(pool, 0, slots, (k, v)),
+    "restore": lambda pool, slots, k, v: kvjax.restore(
+        pool, slots, HostRows((k[None], v[None]), pool.geometry.planes, pool.geometry.layers)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOST_WRITES)
+def test_dl5_a_host_buffer_may_be_reused_at_once(name):
+    geometry = MHAGeometry(1 << 14, 1, 1, 1, 1024, "float8_e4m3fn")
+    for _ in ("compile", "test"):
+        pool, slots = kvjax.create(geometry), np.arange(1, geometry.num_rows)
+        k, v = aligned((slots.size, 1, 1024), 7), aligned((slots.size, 1, 1024), 8)
+        for _ in range(3):  # so that the pool is still busy when it is written
+            pool = kvjax.move(pool, slots, slots[::-1])
+        pool = HOST_WRITES[name](pool, slots, k, v)
+        k[...], v[...], slots[...] = 0, 0, 1
+    for plane, byte in zip(pool.planes, (7, 8), strict=True):
+        assert (np.asarray(plane)[0, 1:] == byte).all()
 
 
 @by_implementation

@@ -2,14 +2,13 @@
 
 from functools import partial
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 
 from tests import cases, oracles
 from tests.cases import BYTES, KV, WIDE, Case
 from tests.implementations import for_examples, on_cases, run
-from tests.strategies import any_slots, inputs, planes, random_rows, slots
+from tests.strategies import inputs, moves, planes, random_rows
 
 # Sizes on both sides of each choice that the kernel makes: all rows in one block or staged, moves
 # compared with each other or rows marked, layers staged together or one after the other.
@@ -18,20 +17,20 @@ LITTLE_SHARED_MEMORY = (("row_copy.MAX_SHARED_BYTES", 2048 + 3 * 64), *cases.FEW
 STAGED = (("row_copy.ONE_BLOCK_TOKENS", 0), *cases.FEW_BLOCKS)
 MARKED = (("move_rows.COMPARED_TOKENS", 3), *STAGED)
 BY_LAYER = (("move_rows.STAGING_BYTES", 1), *STAGED)
-BY_TWO_LAYERS = (("move_rows.STAGING_BYTES", 2 * 5 * 64), *STAGED)
+BY_TWO_LAYERS = (("move_rows.STAGING_BYTES", 2 * 3 * 64), *STAGED)
 INTERPRETED = [
     Case(KV, 0, None),
     *(Case(KV, num_tokens, None, ONE_BLOCK) for num_tokens in (3, 4)),
     Case(KV, 4, None, LITTLE_SHARED_MEMORY),
     *(Case(BYTES, num_tokens, None, MARKED) for num_tokens in (3, 4)),
-    Case(KV, 4, None, BY_LAYER),
+    Case(KV, 3, None, BY_TWO_LAYERS, num_layers=3),
 ]
-SLOW = [Case(KV, num_tokens, None, BY_TWO_LAYERS, num_layers=3) for num_tokens in (5, 17)]
+SLOW = [Case(KV, 5, None, BY_LAYER), Case(KV, 17, None, BY_TWO_LAYERS, num_layers=3)]
 FOR_GPU = [
     *(Case(KV, num_tokens, None) for num_tokens in (1, 64, 65)),
     *(Case(WIDE, num_tokens, None) for num_tokens in (55, 56)),
     *(Case(BYTES, num_tokens, None) for num_tokens in (2048, 2049)),
-    Case(KV, 5, None, BY_TWO_LAYERS, num_layers=3),
+    Case(KV, 3, None, BY_TWO_LAYERS, num_layers=3),
 ]
 
 
@@ -47,15 +46,16 @@ def compare(move, case, planes, dst, src):
     reference=cases.of_all_layers(cases.MANY), interpreted=INTERPRETED, slow=SLOW, gpu=FOR_GPU
 )
 def test_equals_oracle(name, case):
-    move = partial(run, "move_rows", name, disjoint=False, detect_races=False)
-    for_examples(name, inputs(case, planes, slots, any_slots), partial(compare, move, case))
+    def check(planes, moves):
+        move = partial(run, "move_rows", name, disjoint=False, detect_races=False)
+        compare(move, case, planes, *moves)
+
+    for_examples(name, inputs(case, planes, moves), check)
 
 
-def disjoint_slots(case):
-    """Sources that no move overwrites but its own."""
-    return st.tuples(slots(case), any_slots(case)).map(
-        lambda moves: (moves[0], np.where(np.isin(moves[1], moves[0]), -1, moves[1]))
-    )
+def disjoint_moves(case):
+    """Moves that read no row which another writes."""
+    return moves(case).map(lambda m: (m[0], np.where(np.isin(m[1], m[0]), -1, m[1])))
 
 
 @on_cases(
@@ -65,9 +65,10 @@ def disjoint_slots(case):
 )
 def test_disjoint_moves_equal_oracle(name, case):
     def check(planes, moves):
-        compare(partial(run, "move_rows", name, disjoint=True), case, planes, *moves)
+        move = partial(run, "move_rows", name, disjoint=True)
+        compare(move, case, planes, *moves)
 
-    for_examples(name, inputs(case, planes, disjoint_slots), check)
+    for_examples(name, inputs(case, planes, disjoint_moves), check)
 
 
 @pytest.mark.parametrize(

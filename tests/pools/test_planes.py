@@ -19,7 +19,7 @@ from tests.pools.junk import (
     junk_pool,
     rows_of,
 )
-from tests.strategies import random_rows, seeds, some_slots
+from tests.strategies import random_rows, seeds, some_moves, some_slots
 
 
 def machine(geometry, implementation, sizes):
@@ -30,9 +30,13 @@ def machine(geometry, implementation, sizes):
     layer_ids = st.integers(layers.start, layers.stop - 1)
     layer_ids |= st.integers(layers.start - 1, layers.stop).map(jnp.int32)
 
-    def slots(data, *, distinct=True, first=first, stop=stop):
+    def slots(data):
+        """For each token a slot, all of them distinct, and another."""
         num_tokens = data.draw(st.sampled_from(sizes))
-        return [data.draw(some_slots(num_tokens, first, stop, distinct=d)) for d in (distinct, 0)]
+        return [data.draw(some_slots(num_tokens, first, stop, distinct=d)) for d in (True, False)]
+
+    def moves(data, first=first, stop=stop):
+        return data.draw(some_moves(data.draw(st.sampled_from(sizes)), first, stop))
 
     class Machine(RuleBasedStateMachine):
         def __init__(self):
@@ -51,20 +55,20 @@ def machine(geometry, implementation, sizes):
 
         @rule(data=st.data())
         def move(self, data):
-            dst, src = slots(data)
+            dst, src = moves(data)
             self.pool = kvjax.move(self.pool, dst, src, **run_by)
             self.expect(oracles.move_rows, dst, src)
 
         @rule(data=st.data())
         def move_disjoint(self, data):
-            dst, src = slots(data)
+            dst, src = moves(data)
             src = np.where(np.isin(src, dst), -1, src)
             self.pool = kvjax.move(self.pool, dst, src, disjoint=True, **run_by)
             self.expect(oracles.move_rows, dst, src)
 
         @rule(data=st.data())
         def copy_pages(self, data):
-            dst, src = slots(data, first=first_page, stop=stop_page)
+            dst, src = moves(data, first_page, stop_page)
             self.pool = kvjax.copy_pages(self.pool, dst, src, **run_by)
             self.expect(
                 oracles.move_rows, *(oracles.slots_of(p, geometry.page_size) for p in (dst, src))
