@@ -265,6 +265,18 @@ def test_checks_mode_by_the_environment():
     assert "IndexError: slots[0]=3 is not there; slots are 4..7" in result.stderr
 
 
+UPDATES = [*DISTINCT, (MHA, kvjax.zero, "slots"), PAGES[0]]
+
+
+@pytest.mark.parametrize("geometry, call, name", UPDATES, ids=shown)
+def test_an_update_uses_up_the_pool_and_keeps_its_memory(geometry, call, name):
+    pool, _ = junk_pool(geometry)
+    addresses = [plane.unsafe_buffer_pointer() for plane in pool.planes]
+    new = call(pool, **{name: [5, 4, 3]})
+    assert all(plane.is_deleted() for plane in pool.planes)
+    assert [plane.unsafe_buffer_pointer() for plane in new.planes] == addresses
+
+
 def test_a_pool_that_is_used_up_says_so():
     pool, _ = junk_pool(MHA)
     kvjax.zero(pool, [5])
