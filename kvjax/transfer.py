@@ -11,7 +11,15 @@ from kvjax.errors import GeometryError
 from kvjax.geometry import LayerRange, PlaneSpec
 from kvjax.ops.read_rows import read_rows
 from kvjax.ops.write_rows import write_rows
-from kvjax.pools.pool import Pool, as_rows, slots_of, update, view
+from kvjax.pools.pool import (
+    Pool,
+    as_rows,
+    require_rows,
+    require_same_planes,
+    slots_of,
+    update,
+    view,
+)
 
 CHUNK_TOKENS = 8192
 """Tokens that ``offload`` and ``restore`` move at once: the device memory they need beside the
@@ -87,12 +95,11 @@ def restore(
     Source: SGLang 0.4.8 ``load_cpu_copy`` (A-MHA-8, A-MLA-12).
     """
     host_slots, geometry = _host_slots(pool, slots, chunk_tokens, distinct=True), pool.geometry
-    for name in ("layers", "planes"):
-        theirs, ours = getattr(host_rows, name), getattr(geometry, name)
-        if theirs != ours:
-            raise GeometryError(f"{name} of host_rows, {theirs}, and of the pool, {ours}, differ")
+    require_same_planes("host_rows", host_rows, "the pool", geometry)
     if len(host_rows) != host_slots.size:
         raise GeometryError(f"host_rows has {len(host_rows)} rows for {host_slots.size} slots")
+    # All of them, before the first chunk uses the pool up.
+    require_rows(pool, host_rows.rows, len(geometry.layers), host_slots.size)
     for start in range(0, host_slots.size, chunk_tokens):
         chunk = host_slots[start : start + chunk_tokens]
         padded = _padded(chunk)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
-from kvjax.errors import GeometryError
 from kvjax.ops.copy_rows import copy_rows as copy_between
 from kvjax.ops.move_rows import move_rows
 from kvjax.ops.read_rows import read_rows
@@ -19,6 +18,7 @@ from kvjax.pools.pool import (
     Rows,
     as_rows,
     require_same_length,
+    require_same_planes,
     slots_of,
     update,
     view,
@@ -163,10 +163,7 @@ def copy_rows(
     """
     if any(ours is theirs for ours in dst_pool.planes for theirs in src_pool.planes):
         raise ValueError("dst_pool and src_pool share a plane; move works within one pool")
-    for name in ("layers", "planes"):
-        ours, theirs = getattr(dst_pool.geometry, name), getattr(src_pool.geometry, name)
-        if ours != theirs:
-            raise GeometryError(f"{name} of dst_pool, {ours}, and of src_pool, {theirs}, differ")
+    require_same_planes("dst_pool", dst_pool.geometry, "src_pool", src_pool.geometry)
     dst = slots_of(dst_pool, dst_slots, name="dst_slots", distinct=True)
     src = slots_of(src_pool, src_slots, name="src_slots")
     require_same_length(dst_slots=dst, src_slots=src)

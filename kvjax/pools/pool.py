@@ -168,8 +168,20 @@ def as_values(name: str, values: Any, shape: tuple[int, ...]) -> Float[Array, ".
     return _own(values)
 
 
-def as_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> Rows:
-    """``rows``, which are ``[*leading, *row]`` for each plane in its dtype, as planes store them.
+def require_same_planes(first: str, one: Any, second: str, other: Any) -> None:
+    """Raises unless two geometries, or what came from them, agree on layers, rows and dtypes.
+
+    Raises:
+      GeometryError: names them as ``first`` and ``second``, and says what differs.
+    """
+    for what in ("layers", "planes"):
+        ours, theirs = getattr(one, what), getattr(other, what)
+        if ours != theirs:
+            raise GeometryError(f"{what} of {first}, {ours}, and of {second}, {theirs}, differ")
+
+
+def require_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> None:
+    """Raises unless ``rows`` are ``[*leading, *row]`` for each plane, in its dtype.
 
     Raises:
       GeometryError: says what they are instead.
@@ -184,8 +196,13 @@ def as_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> Rows:
                 f"rows of plane {spec.name!r} are {new.dtype}{list(np.shape(new))}, "
                 f"need {spec.dtype}{list(shape)}"
             )
-    owned = [_own(new) for new in rows]
-    return _reinterpret(owned, [spec.storage_dtype for spec in specs])
+
+
+def as_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> Rows:
+    """``rows``, as ``require_rows`` wants them, the way that planes store them."""
+    require_rows(pool, rows, *leading)
+    dtypes = [spec.storage_dtype for spec in pool.geometry.planes]
+    return _reinterpret([_own(new) for new in rows], dtypes)
 
 
 def _own(values: Any) -> Array:

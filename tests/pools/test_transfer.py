@@ -1,6 +1,7 @@
 """Rows in host memory, and the addresses of a pool's buffers."""
 
 import ctypes
+import dataclasses
 
 import numpy as np
 import pytest
@@ -39,6 +40,16 @@ def test_no_rows():
     rows = kvjax.offload(pool, [])
     assert len(rows) == 0 and [plane.shape for plane in rows.rows] == [(3, 0, 2, 8), (3, 0, 2, 16)]
     assert_holds(kvjax.restore(pool, [], rows), planes)
+
+
+def test_rows_that_do_not_fit_are_refused_before_the_first_chunk():
+    pool, planes = junk_pool(MHA)
+    rows = kvjax.offload(pool, SLOTS)
+    k, v = rows.rows
+    cut = dataclasses.replace(rows, rows=(k, v[:, :-1]))
+    with pytest.raises(kvjax.GeometryError, match="rows of plane 'v'"):
+        kvjax.restore(pool, OTHER_SLOTS, cut, chunk_tokens=2)
+    assert_holds(pool, planes)
 
 
 def test_host_rows_and_pool_share_no_memory():
