@@ -24,6 +24,9 @@ def narrow(
         if is_fp8:
             limit = float(jnp.finfo(dtype).max)
             values = jnp.clip(values.astype(jnp.float32), -limit, limit)
+        elif scale is not None:
+            # Else XLA on GPU rounds the float64 quotient to the dtype at once.
+            values = jax.lax.optimization_barrier(values)
         values = values.astype(dtype)
     return jax.lax.bitcast_convert_type(values, jnp.uint8) if is_fp8 else values
 
