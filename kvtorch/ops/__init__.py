@@ -1,0 +1,1 @@
+"""Operations on planes: tensors and positions, never a pool. One file is one operation."""

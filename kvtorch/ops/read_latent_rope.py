@@ -1,0 +1,138 @@
+"""Reads latent rows as their two parts, latent and rope, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvjax.dispatch import Implementation, select
+from kvtorch.ops import launch, read_rows
+from kvtorch.ops.narrow import narrow
+
+# Elements a program copies.
+TILE = 4096
+
+
+def read_latent_rope(
+    plane: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    latent_dim: int,
+    *,
+    first_slot: int,
+    dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows at ``slots``, cut behind column ``latent_dim``, cast to ``dtype``.
+
+    Values of the plane's dtype keep their bits, others are cast as ``narrow`` says. Slots that are
+    not there read as zeros.
+
+    Args:
+      plane: ``[layers, rows, 1, width]``, contiguous, not changed.
+      layer: position of the layer.
+      slots: int32 or int64, ``[n]``, in any order and as often as wanted.
+      latent_dim: columns of the first part; the second has the rest, which may be none.
+      first_slot: the first slot that is there.
+      dtype: of the result; the plane's if ``None``.
+      implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
+
+    Raises:
+      UnsupportedError: the named implementation cannot run.
+
+    Source: TokenSpeed ``get_mla_kv_buffer_triton`` (B-K-2).
+    """
+    run = select("read_latent_rope", IMPLEMENTATIONS, implementation, plane, slots)
+    return run(plane, layer, slots, latent_dim, first_slot, dtype or plane.dtype)
+
+
+def reference(
+    plane: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    latent_dim: int,
+    first_slot: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification, in plain torch."""
+    (rows,) = read_rows.reference((plane,), layer, slots, first_slot)
+    rows = narrow(rows, dtype)
+    return rows[..., :latent_dim].contiguous(), rows[..., latent_dim:].contiguous()
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot"])
+def _kernel(
+    slots_ptr,
+    layer,
+    num_tokens,
+    num_rows,
+    first_slot,
+    plane,
+    latent,
+    rope,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    of_batch = token < num_tokens
+    slot = tl.load(slots_ptr + token, mask=of_batch, other=-1).to(tl.int64)
+    there = ((slot >= first_slot) & (slot < num_rows))[:, None]
+    row = plane + ((layer * num_rows + slot) * (LATENT + ROPE))[:, None]
+    column = tl.arange(0, LATENT_BLOCK)[None, :]
+    rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
+    latent_row = tl.load(row + column, mask=there & (column < LATENT), other=0)
+    rope_row = tl.load(row + LATENT + rope_column, mask=there & (rope_column < ROPE), other=0)
+    dtype = latent.dtype.element_ty
+    if plane.dtype.element_ty != dtype:
+        latent_row = launch.narrowed(latent_row, dtype)
+        rope_row = launch.narrowed(rope_row, dtype)
+    mask = of_batch[:, None]
+    tl.store(latent + (token * LATENT)[:, None] + column, latent_row, mask=mask & (column < LATENT))
+    tl.store(
+        rope + (token * ROPE)[:, None] + rope_column, rope_row, mask=mask & (rope_column < ROPE)
+    )
+
+
+def _triton(
+    plane: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    latent_dim: int,
+    first_slot: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens = slots.numel()
+    widths = (latent_dim, plane.shape[-1] - latent_dim)
+    latent, rope = (
+        torch.empty((num_tokens, 1, width), dtype=dtype, device=plane.device) for width in widths
+    )
+    if not num_tokens:
+        return latent, rope
+    blocks = [triton.next_power_of_2(max(1, width)) for width in widths]
+    tokens = max(1, min(TILE // max(blocks), triton.next_power_of_2(num_tokens)))
+    _kernel[(triton.cdiv(num_tokens, tokens),)](
+        slots,
+        layer,
+        num_tokens,
+        plane.shape[1],
+        first_slot,
+        plane,
+        latent,
+        rope,
+        *widths,
+        *blocks,
+        tokens,
+    )
+    return latent, rope
+
+
+def _triton_why_not(plane, slots) -> str | None:
+    return launch.why_not(plane, slots)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, _triton_why_not),
+    "reference": Implementation(reference, lambda *_: None),
+}

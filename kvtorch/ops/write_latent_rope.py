@@ -1,0 +1,142 @@
+"""Writes the two parts of latent rows, latent and rope, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvjax.dispatch import Implementation, select
+from kvtorch.ops import launch, write_rows
+from kvtorch.ops.narrow import narrow
+
+# Elements a program copies.
+TILE = 4096
+
+
+def write_latent_rope(
+    plane: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    *,
+    first_slot: int,
+    implementation: str | None = None,
+) -> None:
+    """Stores ``latent[t]``, then ``rope[t]``, each narrowed by itself, as the row at ``slots[t]``.
+
+    Slots that are not there, and repeated ones, as in ``write_rows``. The two parts may have any
+    widths that add up to the row's, also zero.
+
+    Args:
+      plane: ``[layers, rows, 1, width]``, contiguous, changed in place.
+      layer: position of the layer.
+      slots: int32 or int64, ``[n]``.
+      latent, rope: ``[n, 1, _]`` or ``[n, _]``, of any float dtypes and row strides.
+      first_slot: the first slot that is there.
+      implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
+
+    Raises:
+      UnsupportedError: the named implementation cannot run.
+
+    Source: SGLang 0.4.8 ``set_mla_kv_buffer_triton`` (A-MLA-1, A-MLA-2), its faults excepted.
+    """
+    run = select("write_latent_rope", IMPLEMENTATIONS, implementation, plane, slots, latent, rope)
+    run(plane, layer, slots, latent, rope, first_slot)
+
+
+def reference(
+    plane: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    first_slot: int,
+) -> None:
+    """The specification, in plain torch."""
+    parts = [
+        narrow(part, plane.dtype).view(torch.uint8).reshape(len(part), -1)
+        for part in (latent, rope)
+    ]
+    rows = torch.cat(parts, -1).view(plane.dtype).reshape(-1, *plane.shape[2:])
+    write_rows.reference((plane,), layer, slots, (rows,), first_slot, (None,))
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot"])
+def _kernel(
+    slots_ptr,
+    layer,
+    num_tokens,
+    num_rows,
+    first_slot,
+    plane,
+    latent,
+    latent_stride,
+    rope,
+    rope_stride,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    of_batch = token < num_tokens
+    slot = tl.load(slots_ptr + token, mask=of_batch, other=-1).to(tl.int64)
+    there = (of_batch & (slot >= first_slot) & (slot < num_rows))[:, None]
+    row = plane + ((layer * num_rows + slot) * (LATENT + ROPE))[:, None]
+    dtype = plane.dtype.element_ty
+    column = tl.arange(0, LATENT_BLOCK)[None, :]
+    rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
+    latent_mask = there & (column < LATENT)
+    rope_mask = there & (rope_column < ROPE)
+    latent_row = tl.load(latent + (token * latent_stride)[:, None] + column, mask=latent_mask)
+    rope_row = tl.load(rope + (token * rope_stride)[:, None] + rope_column, mask=rope_mask)
+    if latent.dtype.element_ty != dtype:
+        latent_row = launch.narrowed(latent_row, dtype)
+    if rope.dtype.element_ty != dtype:
+        rope_row = launch.narrowed(rope_row, dtype)
+    tl.store(row + column, latent_row, mask=latent_mask)
+    tl.store(row + LATENT + rope_column, rope_row, mask=rope_mask)
+
+
+def _triton(
+    plane: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    first_slot: int,
+) -> None:
+    num_tokens = slots.numel()
+    if not num_tokens:
+        return
+    latent = launch.in_rows(latent, latent.dim() - 1)
+    rope = launch.in_rows(rope, rope.dim() - 1)
+    widths = (latent.shape[-1], rope.shape[-1])
+    blocks = [triton.next_power_of_2(max(1, width)) for width in widths]
+    tokens = max(1, min(TILE // max(blocks), triton.next_power_of_2(num_tokens)))
+    _kernel[(triton.cdiv(num_tokens, tokens),)](
+        slots,
+        layer,
+        num_tokens,
+        plane.shape[1],
+        first_slot,
+        plane,
+        latent,
+        latent.stride(0),
+        rope,
+        rope.stride(0),
+        *widths,
+        *blocks,
+        tokens,
+    )
+
+
+def _triton_why_not(plane, slots, latent, rope) -> str | None:
+    return launch.why_not(plane, slots, latent, rope)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, _triton_why_not),
+    "reference": Implementation(reference, lambda *_: None),
+}

@@ -1,0 +1,1 @@
+"""Pools: SGLang's classes over stacked planes."""
