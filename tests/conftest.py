@@ -6,11 +6,16 @@ A skip's reason starts with what is missing and a colon, as in ``gpu: JAX sees n
 
 import functools
 import os
+import pathlib
 import sys
 
 import hypothesis
 import jaxtyping
 import pytest
+
+# Before anything imports Triton: without a GPU its kernels run in its interpreter.
+if not any(path.exists() for path in map(pathlib.Path, ("/dev/nvidiactl", "/dev/dxg"))):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Before anything imports kvjax.ops. Only there: the hook would check the fields of registered
 # dataclasses too, which JAX rebuilds with tracers, shapes and None.

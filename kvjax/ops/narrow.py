@@ -24,9 +24,6 @@ def narrow(
         if is_fp8:
             limit = float(jnp.finfo(dtype).max)
             values = jnp.clip(values.astype(jnp.float32), -limit, limit)
-        elif scale is not None:
-            # Else XLA on GPU rounds the float64 quotient to the dtype at once.
-            values = jax.lax.optimization_barrier(values)
         values = values.astype(dtype)
     return jax.lax.bitcast_convert_type(values, jnp.uint8) if is_fp8 else values
 
@@ -42,4 +39,7 @@ def _quotient(
     """
     with jax.enable_x64(True):
         exact = values.astype(jnp.float64) / scale.astype(jnp.float64)
-        return exact.astype(jnp.float32)
+        quotients = exact.astype(jnp.float32)
+    # Changes no value, but keeps XLA on GPU from making one conversion of this one and the next,
+    # which would round once only. An optimization barrier does not.
+    return jnp.where(jnp.isnan(quotients), jnp.nan, quotients)

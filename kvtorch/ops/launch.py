@@ -1,11 +1,55 @@
-"""What the Triton kernels share: when they can run, how rows lie in memory, how values narrow."""
+"""What the Triton kernels share: their launch, how rows lie in memory, how values narrow."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 MAX_ROW_ELEMENTS = 65536
-"""A program holds at least one row; a Triton tile has at most 2^20 elements."""
+"""A program holds at least one row; Triton allows it 2^20 elements."""
+
+_compiled: dict[Any, Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    key: Any,
+    arguments: Sequence[Any],
+    device: torch.device,
+    num_warps: int = 4,
+) -> None:
+    """Launches ``kernel`` without asking Triton again what it compiled for the same ``key``.
+
+    To find that out from the arguments costs Triton 13 us of host time, more than everything else
+    that a call does (Triton 3.6, host of an H200).
+
+    Args:
+      kernel: a ``triton.jit`` function.
+      grid: how many programs.
+      key: what tells two compilations apart: dtypes, constants, alignment.
+      arguments: all of the kernel's, constants included.
+      device: where the tensors are.
+      num_warps: of each program.
+    """
+    index = device.index
+    if index is not None and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(kernel, grid, key, arguments, device, num_warps)
+    full_key = (kernel, index, num_warps, key)
+    compiled = _compiled.get(full_key)
+    if compiled is None:  # always so in Triton's interpreter
+        _compiled[full_key] = kernel[grid](*arguments, num_warps=num_warps)
+    else:
+        compiled[grid](*arguments, stream=torch._C._cuda_getCurrentRawStream(index))
+    return None
+
+
+def alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    """Whether each tensor starts where wide loads and stores can, as Triton tells pointers apart."""
+    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
 def why_not(*tensors: torch.Tensor) -> str | None:
@@ -17,7 +61,9 @@ def why_not(*tensors: torch.Tensor) -> str | None:
 
 
 def in_rows(values: torch.Tensor, num_row_dims: int) -> torch.Tensor:
-    """``values`` with each row contiguous, so that one stride says where rows begin; a copy if not."""
+    """``values`` with each row contiguous, so that strides say where rows begin; a copy if not."""
+    if values.is_contiguous():
+        return values
     expected = 1
     for dim in range(values.dim() - 1, values.dim() - 1 - num_row_dims, -1):
         if values.shape[dim] != 1 and values.stride(dim) != expected:
@@ -28,7 +74,7 @@ def in_rows(values: torch.Tensor, num_row_dims: int) -> torch.Tensor:
 
 @triton.jit
 def divided(values, scale_ptr, scale, KIND: tl.constexpr):
-    """``values / scale`` in float32, rounded once; KIND is 0 for no scale, 1 a number, 2 a tensor."""
+    """``values / scale`` in float32, rounded once. KIND: 0 no scale, 1 a number, 2 a tensor."""
     if KIND == 1:
         values = tl.div_rn(values.to(tl.float32), scale)
     elif KIND == 2:
@@ -38,11 +84,10 @@ def divided(values, scale_ptr, scale, KIND: tl.constexpr):
 
 @triton.jit
 def narrowed(values, dtype: tl.constexpr):
-    """``values`` in ``dtype``: fp8 saturates, NaN stays NaN."""
+    """``values`` in ``dtype``: fp8 saturates at its largest finite value, NaN stays NaN."""
     if dtype == tl.float8e4nv:
         values = tl.clamp(values.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     elif dtype == tl.float8e5:
-        values = tl.clamp(
-            values.to(tl.float32), -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL
-        )
+        values = values.to(tl.float32)
+        values = tl.clamp(values, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
     return values.to(dtype)

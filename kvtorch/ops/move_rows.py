@@ -1,5 +1,6 @@
 """Moves rows within planes, all layers and planes at once, as simultaneous assignment."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,9 +8,29 @@ import triton
 import triton.language as tl
 
 from kvjax.dispatch import Implementation, select
-from kvtorch.ops import launch, read_rows
+from kvtorch.ops import launch, library, read_rows
 from kvtorch.ops.narrow import bits
 from kvtorch.slots import are_there
+
+# Elements a program copies where rows do not wait for each other. One H200, bfloat16, 256 rows of
+# 2 KB in 64 planes and layers: 20.4 us with 4 096 and 8 warps, 20.6 with 2 048 and 4.
+TILE = 4096
+WARPS = 8
+
+# Simultaneous moves of up to so many rows are made by programs that hold some columns of all rows
+# at once: they read everything before they write anything, so that no copy has to be staged.
+HELD_TOKENS = 4096
+# Bytes a program holds: with more, fewer programs fit beside each other; with less, the columns
+# get narrow. Bytes a thread: with more, registers spill.
+HELD_BYTES = 32 * 1024
+MOST_HELD_BYTES = 128 * 1024
+BYTES_PER_THREAD = 128
+# Columns narrower than what memory reads at once waste some of it.
+SECTOR_BYTES = 32
+WIDEST_COLUMNS = 512
+
+# Larger ones stage the rows that some other move overwrites, a few layers at a time.
+STAGING_BYTES = 128 * 1024 * 1024
 
 
 def move_rows(
@@ -41,8 +62,19 @@ def move_rows(
 
     Source: SGLang 0.4.8 ``move_kv_cache`` (A-MHA-16), its faults (A-MOVE) excepted.
     """
+    _op(planes, dst, src, first_slot, disjoint, implementation)
+
+
+def _run(planes, dst, src, first_slot, disjoint, implementation) -> None:
     run = select("move_rows", IMPLEMENTATIONS, implementation, planes, dst, src)
     run(planes, dst, src, first_slot, disjoint)
+
+
+_op = library.define(
+    "move_rows(Tensor(a!)[] planes, Tensor dst, Tensor src, int first_slot, bool disjoint, "
+    "str? implementation) -> ()",
+    _run,
+)
 
 
 def reference(
@@ -61,4 +93,209 @@ def reference(
             bits(plane)[layer, dst] = bits(rows)
 
 
-IMPLEMENTATIONS = {"reference": Implementation(reference, lambda *_: None)}
+@triton.jit
+def _rows(slots, token, num_tokens, first_slot, num_rows):
+    """The slots of some tokens, and whether they are there."""
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    return slot, (slot >= first_slot) & (slot < num_rows)
+
+
+@triton.jit
+def _copy(
+    plane, staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads, conflict, column,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, HOLD: tl.constexpr,
+):  # fmt: skip
+    """Copies columns of some tokens' rows in one layer of one plane.
+
+    STEP: 0 straight from ``src`` to ``dst``; 1 the rows in conflict to where they are staged; 2
+    those from there and the others straight.
+    """
+    inside = (column < WIDTH)[None, :]
+    column = column[None, :]
+    old = plane + ((layer * num_rows + src) * WIDTH)[:, None] + column
+    new = plane + ((layer * num_rows + dst) * WIDTH)[:, None] + column
+    kept = staged + ((turn * num_tokens + token) * WIDTH)[:, None] + column
+    if STEP == 1:
+        mask = (reads & conflict)[:, None] & inside
+        tl.store(kept, tl.load(old, mask=mask), mask=mask)
+    else:
+        if STEP == 2:
+            old = tl.where(conflict[:, None], kept, old)
+        values = tl.load(old, mask=reads[:, None] & inside, other=0.0)
+        if HOLD:
+            tl.debug_barrier()  # no warp writes before every warp has read
+        tl.store(new, values, mask=writes[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_slot", "num_layers", "first_layer"])
+def _kernel(
+    dst_slots,
+    src_slots,
+    conflicts,
+    num_tokens,
+    num_rows,
+    first_slot,
+    num_layers,
+    first_layer,
+    k_plane,
+    k_staged,
+    v_plane,
+    v_staged,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    HOLD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    dst, writes = _rows(dst_slots, token, num_tokens, first_slot, num_rows)
+    src, reads = _rows(src_slots, token, num_tokens, first_slot, num_rows)
+    conflict = writes
+    if STEP != 0:
+        conflict = tl.load(conflicts + token, mask=token < num_tokens, other=0) != 0
+    turn = (tl.program_id(2) % num_layers).to(tl.int64)
+    layer = first_layer + turn
+    if tl.program_id(2) < num_layers:
+        column = tl.program_id(1) * K_BLOCK + tl.arange(0, K_BLOCK)
+        _copy(
+            k_plane, k_staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads,
+            conflict, column, K_WIDTH, STEP, HOLD,
+        )  # fmt: skip
+    else:
+        column = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
+        _copy(
+            v_plane, v_staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads,
+            conflict, column, V_WIDTH, STEP, HOLD,
+        )  # fmt: skip
+
+
+def _triton(
+    planes: Sequence[torch.Tensor],
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    first_slot: int,
+    disjoint: bool,
+) -> None:
+    num_tokens = dst.numel()
+    if not num_tokens:
+        return
+    widths = [math.prod(plane.shape[2:]) for plane in planes]
+    rows = (planes, widths, dst, src, first_slot)
+    if disjoint:
+        blocks = [triton.next_power_of_2(width) for width in widths]
+        tokens = max(1, min(TILE // max(blocks), triton.next_power_of_2(num_tokens)))
+        _launch(*rows, blocks=blocks, tokens=tokens, num_warps=WARPS)
+    elif num_tokens <= HELD_TOKENS:
+        tokens = triton.next_power_of_2(num_tokens)
+        held = min(max(HELD_BYTES, tokens * 2 * SECTOR_BYTES), MOST_HELD_BYTES)
+        column_bytes = max(SECTOR_BYTES, min(held // tokens, WIDEST_COLUMNS))
+        num_warps = max(4, tokens * column_bytes // (32 * BYTES_PER_THREAD))
+        blocks = [
+            min(column_bytes // plane.element_size(), triton.next_power_of_2(width))
+            for plane, width in zip(planes, widths, strict=True)
+        ]
+        _launch(*rows, blocks=blocks, tokens=tokens, num_warps=num_warps, hold=True)
+    else:
+        _move_staged(*rows)
+
+
+def _move_staged(planes, widths, dst, src, first_slot) -> None:
+    num_layers, num_rows = planes[0].shape[:2]
+    written = torch.zeros(num_rows, dtype=torch.bool, device=dst.device)
+    # Row 0 stands for what is not there. At worst, rows are staged that need not be.
+    written.index_fill_(0, torch.where(are_there(dst, first_slot, num_rows), dst, 0).long(), True)
+    sources = torch.where(are_there(src, first_slot, num_rows), src, 0).long()
+    conflicts = written[sources] & (dst != src)
+    token_bytes = sum(w * p.element_size() for w, p in zip(widths, planes, strict=True))
+    at_once = max(1, min(num_layers, STAGING_BYTES // (dst.numel() * token_bytes)))
+    staged = [
+        torch.empty(at_once * dst.numel() * width, dtype=plane.dtype, device=plane.device)
+        for plane, width in zip(planes, widths, strict=True)
+    ]
+    blocks = [triton.next_power_of_2(width) for width in widths]
+    rows = (planes, widths, dst, src, first_slot)
+    for first_layer in range(0, num_layers, at_once):
+        for step in (1, 2):
+            _launch(
+                *rows,
+                blocks=blocks,
+                tokens=max(1, TILE // max(blocks)),
+                num_warps=WARPS,
+                layers=range(first_layer, min(first_layer + at_once, num_layers)),
+                step=step,
+                conflicts=conflicts,
+                staged=staged,
+            )
+
+
+def _launch(
+    planes,
+    widths,
+    dst,
+    src,
+    first_slot,
+    *,
+    blocks,
+    tokens,
+    num_warps,
+    hold=False,
+    layers=None,
+    step=0,
+    conflicts=None,
+    staged=None,
+) -> None:
+    num_tokens, num_rows = dst.numel(), planes[0].shape[1]
+    layers = range(planes[0].shape[0]) if layers is None else layers
+    columns = max(triton.cdiv(width, block) for width, block in zip(widths, blocks, strict=True))
+    both = 2 // len(planes)
+    buffers = [x for pair in zip(planes, staged or planes, strict=True) for x in pair]
+    launch.launch(
+        _kernel,
+        (triton.cdiv(num_tokens, tokens), columns, len(planes) * len(layers)),
+        (
+            dst.dtype,
+            src.dtype,
+            *(plane.dtype for plane in planes),
+            *widths,
+            *blocks,
+            tokens,
+            step,
+            hold,
+            *launch.alignment(dst, src, *buffers),
+        ),
+        (
+            dst,
+            src,
+            dst if conflicts is None else conflicts,
+            num_tokens,
+            num_rows,
+            first_slot,
+            len(layers),
+            layers.start,
+            *buffers * both,
+            *widths * both,
+            *blocks * both,
+            tokens,
+            step,
+            hold,
+        ),
+        dst.device,
+        num_warps,
+    )
+
+
+def _triton_why_not(planes, dst, src) -> str | None:
+    if len(planes) > 2:
+        return f"takes one or two planes, not {len(planes)}"
+    widest = max(math.prod(plane.shape[2:]) for plane in planes)
+    if widest > launch.MAX_ROW_ELEMENTS:
+        return f"takes rows of up to {launch.MAX_ROW_ELEMENTS} elements, not {widest}"
+    return launch.why_not(*planes, dst, src)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, _triton_why_not),
+    "reference": Implementation(reference, lambda *_: None),
+}
