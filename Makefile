@@ -3,6 +3,7 @@
 # PYTHON=path    the Python to build the environment with; found by itself when not given
 # VENV=folder    where the environment is; empty to use PYTHON as it is, installing nothing
 # JAX='jax==…'   which JAX goes into the environment; the newest when not given
+# EXTRAS=test    an environment for tests without PyTorch; those of kvtorch skip
 # JOBS=number    test processes; one for each core, but in an environment of yours, which may have a
 #                GPU that several could not share, just one
 
@@ -10,6 +11,7 @@ SHELL := bash
 PYTHON ?=
 VENV ?= .venv
 JAX ?= jax
+EXTRAS ?= test-torch
 # 425 tests on two busy cores, JAX 0.11.2: 72 s in one process, 63 s in two for 1.1 times the CPU time.
 JOBS ?= $(if $(strip $(VENV)),auto)
 
@@ -33,28 +35,28 @@ jobs = $(if $(JOBS),-n $(JOBS) --dist worksteal)
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(call with,plot) ## replay a request trace through a KV cache and verify it (TRACE=file)
+demo: $(call with,plot-torch) ## replay a request trace through a KV cache and verify it (TRACE=file)
 	@$(python) -m kvjax replay $(TRACE) $(DEMO_OPTIONS)
 
-test: $(call with,test) ## every test but the slow ones; GPU tests skip without a GPU
+test: $(call with,$(EXTRAS)) ## every test but the slow ones; GPU tests skip without a GPU
 	@$(python) -m pytest -q -m "not slow" $(jobs) $(PYTEST_OPTIONS)
 
-slow: $(call with,test) ## the slow tests
+slow: $(call with,$(EXTRAS)) ## the slow tests
 	@$(python) -m pytest -q -m slow $(jobs) $(PYTEST_OPTIONS) || test $$? -eq 5 # 5: there are none
 
-lint: $(call with,test) ## formatting, lint rules, types
+lint: $(call with,$(EXTRAS)) ## formatting, lint rules, types
 	@$(python) -m ruff format --check .
 	@$(python) -m ruff check .
 	@$(python) -m pyright --pythonpath $(python)
 
-format: $(call with,test) ## rewrite what the formatter and ruff's safe fixes can
+format: $(call with,$(EXTRAS)) ## rewrite what the formatter and ruff's safe fixes can
 	@$(python) -m ruff check --fix --exit-zero .
 	@$(python) -m ruff format .
 
-bench: $(call with,bench-cuda) ## GPU figures: each operation against the device's own copy speed
+bench: $(call with,bench-cuda-torch) ## GPU figures: each operation against the device's own copy speed
 	@$(python) -m benchmarks $(BENCH_OPTIONS)
 
-gpu-test: $(call with,test-cuda) ## the GPU tests (VENV= PYTHON=python3: in an environment you have)
+gpu-test: $(call with,test-cuda-torch) ## the GPU tests (VENV= PYTHON=python3: in an environment you have)
 	@$(python) -m pytest -q -m gpu --require=gpu $(PYTEST_OPTIONS)
 
 clean: ## remove the environments and whatever else make made

@@ -94,16 +94,9 @@ def reference(
 
 
 @triton.jit
-def _rows(slots, token, num_tokens, first_slot, num_rows):
-    """The slots of some tokens, and whether they are there."""
-    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
-    return slot, (slot >= first_slot) & (slot < num_rows)
-
-
-@triton.jit
 def _copy(
-    plane, staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads, conflict, column,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, HOLD: tl.constexpr,
+    plane, staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads, conflict,
+    column, WIDTH: tl.constexpr, STEP: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Copies columns of some tokens' rows in one layer of one plane.
 
@@ -150,11 +143,14 @@ def _kernel(
     HOLD: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    dst, writes = _rows(dst_slots, token, num_tokens, first_slot, num_rows)
-    src, reads = _rows(src_slots, token, num_tokens, first_slot, num_rows)
+    of_batch = token < num_tokens
+    dst = tl.load(dst_slots + token, mask=of_batch, other=-1).to(tl.int64)
+    src = tl.load(src_slots + token, mask=of_batch, other=-1).to(tl.int64)
+    writes = of_batch & (dst >= first_slot) & (dst < num_rows)
+    reads = of_batch & (src >= first_slot) & (src < num_rows)
     conflict = writes
     if STEP != 0:
-        conflict = tl.load(conflicts + token, mask=token < num_tokens, other=0) != 0
+        conflict = tl.load(conflicts + token, mask=of_batch, other=0) != 0
     turn = (tl.program_id(2) % num_layers).to(tl.int64)
     layer = first_layer + turn
     if tl.program_id(2) < num_layers:

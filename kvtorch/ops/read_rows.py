@@ -17,7 +17,7 @@ def read_rows(
     first_slot: int,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the rows at ``slots`` of every plane, ``[n, *row]`` or, of all layers, with them first.
+    """Returns every plane's rows at ``slots``, ``[n, *row]``; of all layers ``[layers, n, *row]``.
 
     Bits are preserved. Slots that are not there read as zeros.
 

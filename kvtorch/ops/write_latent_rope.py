@@ -1,5 +1,8 @@
 """Writes the two parts of latent rows, latent and rope, in one launch."""
 
+# Triton's types as annotations of a kernel's numbers.
+# pyright: reportInvalidTypeForm=false
+
 import torch
 import triton
 import triton.language as tl
