@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 
 _BASE = "kvjax.checks_mode kvjax.dispatch kvjax.errors jax jaxtyping numpy"
-_SHARED = "kvjax.dispatch kvjax.errors kvjax.geometry"
+_SHARED = "kvjax.checks_mode kvjax.dispatch kvjax.errors kvjax.geometry"
 
 # module or folder: what it may import beside the standard library and its own row.
 MAY_IMPORT = {
@@ -48,7 +48,11 @@ MAY_IMPORT = {
     "kvtorch.interop": "kvjax jax torch",
 }
 
-MAY_READ_ENVIRONMENT = {"kvjax.checks_mode"}  # KVJAX_CHECKS, once
+MAY_READ_ENVIRONMENT = {  # once each: KVJAX_CHECKS, and the variables that SGLang's users know
+    "kvjax.checks_mode",
+    "kvtorch.allocators",
+    "kvtorch.pools.memory",
+}
 NOT_AN_OPERATIONS_BUSINESS = {"pool", "geometry", "layer_id", "rank", "tp_rank", "pp_rank"}
 
 
@@ -133,7 +137,7 @@ def writes_kernels_for_mosaic_gpu(module: Module) -> Iterator[str]:
 
 
 def knows_arrays_only(module: Module) -> Iterator[str]:
-    if is_within(module.name, "kvjax.ops"):
+    if is_within(module.name, "kvjax.ops") or is_within(module.name, "kvtorch.ops"):
         for word in sorted(NOT_AN_OPERATIONS_BUSINESS.intersection(module.words)):
             yield f"is an operation, but knows a {word}"
 
@@ -174,6 +178,7 @@ BREAKS = [  # rule, module, a source that breaks it
     (writes_kernels_for_mosaic_gpu, "kvjax.ops.a", "pl.pallas_call(kernel)"),
     (knows_arrays_only, "kvjax.ops.move_rows", "def reference(plane, layer_id): ..."),
     (knows_arrays_only, "kvjax.ops.move_rows", "pool.planes"),
+    (knows_arrays_only, "kvtorch.ops.move_rows", "pool.planes"),
 ]
 
 
