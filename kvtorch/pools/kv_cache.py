@@ -80,7 +80,7 @@ class KVCache(abc.ABC):
         self.layer_transfer_counter: Any = None
         self.planes: Planes = ()
         self._typed: Planes = ()  # the same memory in the dtypes it stands for, for operations
-        self._layers: tuple[list[torch.Tensor], ...] = ()  # the layers of each of these
+        self._layers: list[torch.Tensor] = []  # the layers of the first of these, then the next
         self._lent_to: object | None = None
 
     @abc.abstractmethod
@@ -243,14 +243,16 @@ class KVCache(abc.ABC):
                 self.planes = create(self.geometry, self.device)
         else:
             self.planes = require_planes(planes, self.geometry)
+            self.custom_mem_pool, self.enable_custom_mem_pool = None, False
         self._on = self.planes[0].device
         self._typed = typed(self.planes, self.geometry)
         for name, plane in zip(self._BUFFERS, self.planes, strict=True):
             setattr(self, name, list(plane))
-        self._layers = tuple(
-            getattr(self, name) if plane is view else list(view)
+        self._layers = [
+            layer
             for name, plane, view in zip(self._BUFFERS, self.planes, self._typed, strict=True)
-        )
+            for layer in (getattr(self, name) if view is plane else view)
+        ]
         layers = self.geometry.layers
         self._positions = {id_: layers.local(id_) for id_ in range(layers.start, layers.stop)}
         addresses, strides = self._tables()
@@ -271,7 +273,7 @@ class KVCache(abc.ABC):
         for name in self._BUFFERS:
             delattr(self, name)
         del self.data_ptrs, self.data_strides
-        self.planes, self._typed, self._layers = (), (), ()
+        self.planes, self._typed, self._layers = (), (), []
 
     def _tables(self) -> tuple[list[int], list[int]]:
         layers = [layer for plane in self.planes for layer in plane]
@@ -279,7 +281,7 @@ class KVCache(abc.ABC):
 
     def _require_here(self) -> None:
         if self._lent_to is not None:
-            raise RuntimeError("the pool is lent to JAX; leave the block of pool.jax() first")
+            raise RuntimeError(f"the pool is lent: {self._lent_to}; leave that block first")
         if not self.planes:
             raise RuntimeError("the pool has no memory; _create_buffers() makes some")
 
@@ -307,7 +309,7 @@ class KVCache(abc.ABC):
         position = self._position(layer_id)
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(position)
-        return self._layers[plane][position]
+        return self._layers[plane * self.layer_num + position]
 
 
 def _place(layer: torch.Tensor) -> tuple[Any, ...]:
