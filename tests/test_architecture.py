@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "kvjax.__main__": "kvjax",
     # The torch face: what is the same in both frameworks, and one bridge.
     "kvtorch": f"{_SHARED} torch triton numpy",
-    "kvtorch.interop": "kvjax jax torch",
+    "kvtorch.interop": "kvjax kvtorch jax torch numpy",
 }
 
 MAY_READ_ENVIRONMENT = {  # once each: KVJAX_CHECKS, and the variables that SGLang's users know

@@ -33,13 +33,14 @@ def _quotient(
 ) -> Float32[Array, "*shape"]:
     """``values / scale``, as if rounded once to float32, on every backend.
 
-    XLA's float32 division on GPU is off by one bit now and then, and everywhere it makes of a
-    division by one number a multiplication by its inverse. In float64 either is precise enough
-    that rounding its result gives the right one: no quotient is that close to a tie.
+    XLA's float32 division on GPU is off by one bit now and then, and a float64 division of float32
+    numbers that is rounded to float32 becomes one there. A float64 product with the inverse does
+    not, and is precise enough that rounding it gives the right quotient: of 24-bit numbers, none
+    that is a normal number lies closer to a tie than a part in 2^49.
     """
     with jax.enable_x64(True):
-        exact = values.astype(jnp.float64) / scale.astype(jnp.float64)
-        quotients = exact.astype(jnp.float32)
-    # Changes no value, but keeps XLA on GPU from making one conversion of this one and the next,
-    # which would round once only. An optimization barrier does not.
+        inverse = 1 / scale.astype(jnp.float64)
+        quotients = (values.astype(jnp.float64) * inverse).astype(jnp.float32)
+    # Changes nothing, but keeps XLA on GPU from making one conversion of this one and the next,
+    # which would round once.
     return jnp.where(jnp.isnan(quotients), jnp.nan, quotients)

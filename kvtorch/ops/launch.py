@@ -35,7 +35,7 @@ def launch(
       num_warps: of each program.
     """
     index = device.index
-    if index is not None and index != torch.cuda.current_device():
+    if index is not None and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return launch(kernel, grid, key, arguments, device, num_warps)
     full_key = (kernel, index, num_warps, key)
@@ -47,9 +47,17 @@ def launch(
     return None
 
 
-def alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
-    """Whether each tensor starts where wide loads can; Triton compiles for either."""
-    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
+def alignment(*tensors: torch.Tensor) -> Any:
+    """Which tensors start where wide loads can, as part of a key; Triton compiles for either."""
+    together = 0
+    for tensor in tensors:
+        together |= tensor.data_ptr()
+    return together % 16 == 0 or tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least ``number``; Triton's own takes 3 us."""
+    return 1 << (number - 1).bit_length() if number > 1 else 1
 
 
 def why_not(*tensors: torch.Tensor) -> str | None:
@@ -58,6 +66,16 @@ def why_not(*tensors: torch.Tensor) -> str | None:
         if not tensor.is_cuda:
             return f"needs tensors on a CUDA device, one is on {tensor.device}"
     return None
+
+
+def why_not_rows(planes: Sequence[torch.Tensor], *tensors: torch.Tensor) -> str | None:
+    """Why no kernel over whole rows of one plane or two can run, or ``None``."""
+    if len(planes) > 2:
+        return f"takes one or two planes, not {len(planes)}"
+    for plane in planes:
+        if plane.stride(1) > MAX_ROW_ELEMENTS:
+            return f"takes rows of up to {MAX_ROW_ELEMENTS} elements, not {plane.stride(1)}"
+    return why_not(*planes, *tensors)
 
 
 def in_rows(values: torch.Tensor, num_row_dims: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Moves rows within planes, all layers and planes at once, as simultaneous assignment."""
 
-import math
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,8 @@ WIDEST_COLUMNS = 512
 
 # Larger ones stage the rows that some other move overwrites, a few layers at a time.
 STAGING_BYTES = 128 * 1024 * 1024
+
+_STRAIGHT, _STAGE, _FINISH = range(3)
 
 
 def move_rows(
@@ -174,93 +177,99 @@ def _triton(
     first_slot: int,
     disjoint: bool,
 ) -> None:
-    num_tokens = dst.numel()
+    num_tokens = dst.shape[0]
     if not num_tokens:
         return
-    widths = [math.prod(plane.shape[2:]) for plane in planes]
-    rows = (planes, widths, dst, src, first_slot)
+    sizes = tuple((plane.stride(1), plane.element_size()) for plane in planes)
     if disjoint:
-        blocks = [triton.next_power_of_2(width) for width in widths]
-        tokens = max(1, min(TILE // max(blocks), triton.next_power_of_2(num_tokens)))
-        _launch(*rows, blocks=blocks, tokens=tokens, num_warps=WARPS)
+        _launch(planes, dst, src, first_slot, _by_rows(sizes, num_tokens))
     elif num_tokens <= HELD_TOKENS:
-        tokens = triton.next_power_of_2(num_tokens)
-        held = min(max(HELD_BYTES, tokens * 2 * SECTOR_BYTES), MOST_HELD_BYTES)
-        column_bytes = max(SECTOR_BYTES, min(held // tokens, WIDEST_COLUMNS))
-        num_warps = max(4, tokens * column_bytes // (32 * BYTES_PER_THREAD))
-        blocks = [
-            min(column_bytes // plane.element_size(), triton.next_power_of_2(width))
-            for plane, width in zip(planes, widths, strict=True)
-        ]
-        _launch(*rows, blocks=blocks, tokens=tokens, num_warps=num_warps, hold=True)
+        _launch(planes, dst, src, first_slot, _by_columns(sizes, launch.power_of_two(num_tokens)))
     else:
-        _move_staged(*rows)
+        _move_staged(planes, dst, src, first_slot, sizes)
 
 
-def _move_staged(planes, widths, dst, src, first_slot) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What one program copies: columns of each plane's rows, for some tokens."""
+
+    tokens: int
+    blocks: tuple[int, ...]
+    num_columns: int
+    num_warps: int
+    hold: bool
+
+
+type Sizes = tuple[tuple[int, int], ...]  # elements of a row, bytes of an element; for each plane
+
+
+def _by_rows(sizes: Sizes, num_tokens: int) -> _Shape:
+    blocks = tuple(launch.power_of_two(width) for width, _ in sizes)
+    tokens = max(1, min(TILE // max(blocks), launch.power_of_two(num_tokens)))
+    return _Shape(tokens, blocks, num_columns=1, num_warps=WARPS, hold=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _by_columns(sizes: Sizes, tokens: int) -> _Shape:
+    held = min(max(HELD_BYTES, tokens * 2 * SECTOR_BYTES), MOST_HELD_BYTES)
+    column_bytes = max(SECTOR_BYTES, min(held // tokens, WIDEST_COLUMNS))
+    blocks = tuple(
+        min(column_bytes // item_bytes, launch.power_of_two(width)) for width, item_bytes in sizes
+    )
+    num_columns = max(-(-width // block) for (width, _), block in zip(sizes, blocks, strict=True))
+    num_warps = max(4, tokens * column_bytes // (32 * BYTES_PER_THREAD))
+    return _Shape(tokens, blocks, num_columns, num_warps, hold=True)
+
+
+def _move_staged(
+    planes: Sequence[torch.Tensor],
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    first_slot: int,
+    sizes: Sizes,
+) -> None:
+    num_tokens = dst.shape[0]
     num_layers, num_rows = planes[0].shape[:2]
     written = torch.zeros(num_rows, dtype=torch.bool, device=dst.device)
     # Row 0 stands for what is not there. At worst, rows are staged that need not be.
     written.index_fill_(0, torch.where(are_there(dst, first_slot, num_rows), dst, 0).long(), True)
     sources = torch.where(are_there(src, first_slot, num_rows), src, 0).long()
     conflicts = written[sources] & (dst != src)
-    token_bytes = sum(w * p.element_size() for w, p in zip(widths, planes, strict=True))
-    at_once = max(1, min(num_layers, STAGING_BYTES // (dst.numel() * token_bytes)))
-    staged = [
-        torch.empty(at_once * dst.numel() * width, dtype=plane.dtype, device=plane.device)
-        for plane, width in zip(planes, widths, strict=True)
-    ]
-    blocks = [triton.next_power_of_2(width) for width in widths]
-    rows = (planes, widths, dst, src, first_slot)
+    token_bytes = sum(width * item_bytes for width, item_bytes in sizes)
+    at_once = max(1, min(num_layers, STAGING_BYTES // (num_tokens * token_bytes)))
+    staged = [plane.new_empty(at_once * num_tokens * plane.stride(1)) for plane in planes]
+    shape = _by_rows(sizes, num_tokens)
     for first_layer in range(0, num_layers, at_once):
-        for step in (1, 2):
-            _launch(
-                *rows,
-                blocks=blocks,
-                tokens=max(1, TILE // max(blocks)),
-                num_warps=WARPS,
-                layers=range(first_layer, min(first_layer + at_once, num_layers)),
-                step=step,
-                conflicts=conflicts,
-                staged=staged,
-            )
+        layers = range(first_layer, min(first_layer + at_once, num_layers))
+        for step in (_STAGE, _FINISH):
+            _launch(planes, dst, src, first_slot, shape, layers, step, conflicts, staged)
 
 
 def _launch(
-    planes,
-    widths,
-    dst,
-    src,
-    first_slot,
-    *,
-    blocks,
-    tokens,
-    num_warps,
-    hold=False,
-    layers=None,
-    step=0,
-    conflicts=None,
-    staged=None,
+    planes: Sequence[torch.Tensor],
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    first_slot: int,
+    shape: _Shape,
+    layers: range | None = None,
+    step: int = _STRAIGHT,
+    conflicts: torch.Tensor | None = None,
+    staged: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    num_tokens, num_rows = dst.numel(), planes[0].shape[1]
+    num_tokens, num_rows = dst.shape[0], planes[0].shape[1]
     layers = range(planes[0].shape[0]) if layers is None else layers
-    columns = max(triton.cdiv(width, block) for width, block in zip(widths, blocks, strict=True))
     both = 2 // len(planes)
     buffers = [x for pair in zip(planes, staged or planes, strict=True) for x in pair]
+    widths = [plane.stride(1) for plane in planes]
+    key = (
+        (dst.dtype, src.dtype, step, shape),
+        *((plane.dtype, plane.stride(1)) for plane in planes),
+        launch.alignment(dst, src, *buffers),
+    )
     launch.launch(
         _kernel,
-        (triton.cdiv(num_tokens, tokens), columns, len(planes) * len(layers)),
-        (
-            dst.dtype,
-            src.dtype,
-            *(plane.dtype for plane in planes),
-            *widths,
-            *blocks,
-            tokens,
-            step,
-            hold,
-            *launch.alignment(dst, src, *buffers),
-        ),
+        (-(-num_tokens // shape.tokens), shape.num_columns, len(planes) * len(layers)),
+        key,
         (
             dst,
             src,
@@ -272,23 +281,18 @@ def _launch(
             layers.start,
             *buffers * both,
             *widths * both,
-            *blocks * both,
-            tokens,
+            *shape.blocks * both,
+            shape.tokens,
             step,
-            hold,
+            shape.hold,
         ),
         dst.device,
-        num_warps,
+        shape.num_warps,
     )
 
 
 def _triton_why_not(planes, dst, src) -> str | None:
-    if len(planes) > 2:
-        return f"takes one or two planes, not {len(planes)}"
-    widest = max(math.prod(plane.shape[2:]) for plane in planes)
-    if widest > launch.MAX_ROW_ELEMENTS:
-        return f"takes rows of up to {launch.MAX_ROW_ELEMENTS} elements, not {widest}"
-    return launch.why_not(*planes, dst, src)
+    return launch.why_not_rows(planes, dst, src)
 
 
 IMPLEMENTATIONS = {

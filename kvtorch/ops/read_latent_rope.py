@@ -122,17 +122,17 @@ def _triton(
     first_slot: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens = slots.numel()
+    num_tokens = slots.shape[0]
     latent, rope = _empty(plane, layer, slots, latent_dim, first_slot, dtype)
     if not num_tokens:
         return latent, rope
     widths = (latent_dim, plane.shape[-1] - latent_dim)
-    blocks = [triton.next_power_of_2(max(1, width)) for width in widths]
-    tokens = max(1, min(TILE // max(blocks), triton.next_power_of_2(num_tokens)))
+    blocks = [launch.power_of_two(width) for width in widths]
+    tokens = max(1, min(TILE // max(blocks), launch.power_of_two(num_tokens)))
     launch.launch(
         _kernel,
-        (triton.cdiv(num_tokens, tokens), 1, 1),
-        (slots.dtype, plane.dtype, dtype, *widths, tokens, *launch.alignment(slots, plane)),
+        (-(-num_tokens // tokens), 1, 1),
+        (slots.dtype, plane.dtype, dtype, *widths, tokens, launch.alignment(slots, plane)),
         (
             slots,
             layer,

@@ -119,21 +119,24 @@ def _triton(
     rope: torch.Tensor,
     first_slot: int,
 ) -> None:
-    num_tokens = slots.numel()
+    num_tokens = slots.shape[0]
     if not num_tokens:
         return
     latent = launch.in_rows(latent, latent.dim() - 1)
     rope = launch.in_rows(rope, rope.dim() - 1)
     strides = (latent.stride(0), rope.stride(0))
     widths = (latent.shape[-1], rope.shape[-1])
-    blocks = [triton.next_power_of_2(max(1, width)) for width in widths]
-    tokens = max(1, min(TILE // max(blocks), triton.next_power_of_2(num_tokens)))
-    key = [slots.dtype, plane.dtype, latent.dtype, rope.dtype, *widths, tokens]
-    key += [stride % 16 for stride in strides] + [stride == 1 for stride in strides]
+    blocks = [launch.power_of_two(width) for width in widths]
+    tokens = max(1, min(TILE // max(blocks), launch.power_of_two(num_tokens)))
+    key = (
+        (slots.dtype, plane.dtype, latent.dtype, rope.dtype, *widths, tokens),
+        (strides[0] % 16, strides[1] % 16, strides[0] == 1, strides[1] == 1),
+        launch.alignment(slots, plane, latent, rope),
+    )
     launch.launch(
         _kernel,
-        (triton.cdiv(num_tokens, tokens), 1, 1),
-        (*key, *launch.alignment(slots, plane, latent, rope)),
+        (-(-num_tokens // tokens), 1, 1),
+        key,
         (
             slots,
             layer,

@@ -3,7 +3,6 @@
 # Triton's types as annotations of a kernel's numbers.
 # pyright: reportInvalidTypeForm=false
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,20 +54,23 @@ def write_rows(
 
     Source: SGLang 0.4.8 ``MHATokenToKVPool.set_kv_buffer`` (A-MHA-14), ``transfer`` (A-MHA-10).
     """
-    numbers, tensors = [], []
-    for scale in scales or ():
-        is_tensor = isinstance(scale, torch.Tensor)
-        numbers.append(1.0 if scale is None or is_tensor else float(scale))
-        tensors.append(scale if is_tensor else None)
+    numbers: list[float] = []
+    tensors: list[torch.Tensor | None] = []
+    if scales is not None and any(scale is not None for scale in scales):
+        for scale in scales:
+            is_tensor = isinstance(scale, torch.Tensor)
+            numbers.append(1.0 if scale is None or is_tensor else float(scale))
+            tensors.append(scale if is_tensor else None)
     _op(planes, layer, slots, rows, first_slot, numbers, tensors, implementation)
 
 
 def _run(planes, layer, slots, rows, first_slot, numbers, tensors, implementation) -> None:
     run = select("write_rows", IMPLEMENTATIONS, implementation, planes, slots, rows)
-    pairs = zip(numbers, tensors, strict=True)
-    # Dividing by 1 changes nothing.
-    scales = [number if tensor is None else tensor for number, tensor in pairs]
-    run(planes, layer, slots, rows, first_slot, scales or [None] * len(planes))
+    scales = [None] * len(planes)
+    if numbers:  # dividing by 1 changes nothing
+        pairs = zip(numbers, tensors, strict=True)
+        scales = [number if tensor is None else tensor for number, tensor in pairs]
+    run(planes, layer, slots, rows, first_slot, scales)
 
 
 _op = library.define(
@@ -174,36 +176,39 @@ def _triton(
     first_slot: int,
     scales: Sequence[Scale],
 ) -> None:
-    num_tokens = slots.numel()
+    num_tokens = slots.shape[0]
     if not num_tokens:
         return
     arguments: list[Any] = []
     key: list[Any] = [slots.dtype]
+    pointers = [slots, *planes]
     widths, kinds = [], []
     for plane, new, scale in zip(planes, rows, scales, strict=True):
         new = launch.in_rows(new, plane.dim() - 2)
         layer_stride, stride = (0, new.stride(0)) if layer is not None else new.stride()[:2]
-        width = math.prod(plane.shape[2:])
         scale_tensor, number, kind = slots, 1.0, _NO_SCALE
-        if new.dtype == plane.dtype or scale is None:
+        if scale is None or new.dtype == plane.dtype:
             pass
         elif isinstance(scale, torch.Tensor):
             scale_tensor, kind = scale, _TENSOR
+            key.append(scale.dtype)
         else:
             number, kind = scale, _NUMBER
-        arguments += [plane, new, layer_stride, stride, scale_tensor, number]
+        arguments += (plane, new, layer_stride, stride, scale_tensor, number)
+        pointers += (new, scale_tensor)
+        width = plane.stride(1)
         widths.append(width)
         kinds.append(kind)
-        key += [plane.dtype, new.dtype, scale_tensor.dtype, width, kind]
-        key += [layer_stride % 16, layer_stride == 1, stride % 16, stride == 1]
-    key += launch.alignment(slots, *planes, *(arguments[1::6]), *(arguments[4::6]))
-    block = triton.next_power_of_2(max(widths))
-    tokens = max(1, min(TILE // block, triton.next_power_of_2(num_tokens)))
+        key += (plane.dtype, new.dtype, width, kind, stride % 16, layer_stride % 16)
+        key += (stride == 1, layer_stride == 1)
+    block = launch.power_of_two(max(widths))
+    tokens = max(1, min(TILE // block, launch.power_of_two(num_tokens)))
+    key += (tokens, launch.alignment(*pointers))
     both = 2 // len(planes)
     launch.launch(
         _kernel,
-        (triton.cdiv(num_tokens, tokens), len(planes), planes[0].shape[0] if layer is None else 1),
-        (*key, tokens),
+        (-(-num_tokens // tokens), len(planes), planes[0].shape[0] if layer is None else 1),
+        tuple(key),
         (
             slots,
             layer or 0,
@@ -221,12 +226,7 @@ def _triton(
 
 
 def _triton_why_not(planes, slots, rows) -> str | None:
-    if len(planes) > 2:
-        return f"takes one or two planes, not {len(planes)}"
-    widest = max(math.prod(plane.shape[2:]) for plane in planes)
-    if widest > launch.MAX_ROW_ELEMENTS:
-        return f"takes rows of up to {launch.MAX_ROW_ELEMENTS} elements, not {widest}"
-    return launch.why_not(*planes, slots, *rows)
+    return launch.why_not_rows(planes, slots, *rows)
 
 
 IMPLEMENTATIONS = {

@@ -44,7 +44,8 @@ from tests.pools.junk import MHA, MLA  # noqa: E402
 
 SLOTS = [5, 23, 9, -1, 4, 17, 12]
 OTHER_SLOTS = [6, 8, 24, 7, 9, 22, 4]
-BIG = MHAGeometry(4096, 16, 4, 8, 64, "float32")  # 2 x 34 MB
+BIG = MHAGeometry(1024, 16, 4, 8, 64, "float32")  # 2 x 8 MB, more than XLA runs at once
+PLAIN = MHAGeometry(20, 4, 3, 2, 8, "float32")
 HUGE = MHAGeometry(16384, 16, 8, 8, 64, "bfloat16")  # 2 x 134 MB, on GPU
 
 every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES.keys())
@@ -204,12 +205,12 @@ def test_a_pool_of_other_arrays_is_copied_and_used_up(device):
 
 
 def test_planes_that_changed_places(device):
-    pool, (k, v) = junk_pool(BIG, device=device)
+    pool, (k, v) = junk_pool(PLAIN, device=device)
     with pool.jax() as lease:
-        lease.pool = Pool(lease.pool.planes[::-1], BIG)
+        lease.pool = Pool(lease.pool.planes[::-1], PLAIN)
     assert_holds(pool, (v, k))
     with pool.jax() as lease:
-        lease.pool = Pool((lease.pool.planes[0],) * 2, BIG)
+        lease.pool = Pool((lease.pool.planes[0],) * 2, PLAIN)
     assert_holds(pool, (v, v))
     assert lease.copied == ("v",)
 
@@ -244,7 +245,7 @@ def memory_in_use(device):
 def test_dl5_reads_under_way_are_over_before_torch_writes(device):
     """On CPU a read may run after its array was deleted; on GPU a donation waits for copies."""
     pool = zero_pool(BIG, device)
-    heavy = jax.jit(lambda plane: jnp.sort(plane.reshape(-1)[: 1 << 22])[::7])
+    heavy = jax.jit(lambda plane: jnp.sort(plane.reshape(-1)[: 1 << 20])[::7])
     with pool.jax() as lease:
         heavy(lease.pool.planes[0]).block_until_ready()  # compiled
     for turn in range(3):
@@ -392,11 +393,11 @@ def test_an_exception_after_a_result_was_lost(device):
 
 
 def test_only_the_lost_plane_is_unknown(device):
-    pool, (k, v) = junk_pool(BIG, device=device)
+    pool, (k, v) = junk_pool(PLAIN, device=device)
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     with pytest.raises(RuntimeError, match="plane 'k'"), pool.jax() as lease:
         old_k, old_v = lease.pool.planes
-        lease.pool = Pool((old_k, jnp.negative(old_v)), BIG)
+        lease.pool = Pool((old_k, jnp.negative(old_v)), PLAIN)
         double(old_k)
     assert lease.unknown == ("k",) and lease.copied == ("v",)
     fill(pool, [k, pool.planes[1].cpu().numpy()])
