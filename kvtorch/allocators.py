@@ -380,8 +380,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             taken=self._free_list.taken,
         )
         # After it, so that nobody's last slot is in a page that is only now handed out.
-        if num_pages:
-            self._free_list.take(pages)
+        self._free_list.take(pages)
         return slots
 
     def _check_growth(

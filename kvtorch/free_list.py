@@ -49,8 +49,9 @@ class FreeList:
 
     def take(self, pages: torch.Tensor) -> None:
         """Takes what ``peek`` returned."""
-        self.taken.index_fill_(0, pages, True)
-        self._advance(pages.numel())
+        if pages.numel():
+            self.taken.index_fill_(0, pages, True)
+            self._advance(pages.numel())
 
     def is_taken(self, pages: torch.Tensor) -> torch.Tensor:
         """Whether somebody has each page; nobody has one that is not there."""
@@ -101,10 +102,10 @@ class FreeList:
             self._write_all(snapshot.pages)
         elif snapshot not in self._intact:
             raise ValueError("this state was backed up by another allocator")
-        elif (num_taken := snapshot.num_free - self.num_free) >= 0:
+        elif (num_taken := snapshot.num_free - self.num_free) > 0:
             self._advance(-num_taken)
             self.taken.index_fill_(0, self.peek(num_taken), False)
-        else:  # a snapshot restored before this one was older
+        elif num_taken < 0:  # a snapshot restored before this one was older
             self.take(self.peek(-num_taken))
 
     def _cells(self, start: int, count: int) -> torch.Tensor:
@@ -115,9 +116,8 @@ class FreeList:
         return torch.cat((self._ring[start : self.num_pages], self._ring[:wrapped]))
 
     def _advance(self, num_pages: int) -> None:
-        if num_pages:
-            self._head = (self._head + num_pages) % self.num_pages
-            self.num_free -= num_pages
+        self._head = (self._head + num_pages) % self.num_pages
+        self.num_free -= num_pages
 
     def _returned(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``pages`` sorted, how, and which of them are the first to name one that is taken."""

@@ -1,12 +1,11 @@
 """Which slot each new token of a batch gets, given the pages that may be used."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from kvjax.dispatch import Implementation, select
+from kvtorch.ops import launch
 
 BLOCK = 1024
 """Tokens of one sequence, or sequences before it, that a program looks at together."""
@@ -190,33 +189,29 @@ def _triton(
     if not num_sequences or not num_tokens:
         return torch.full((num_tokens,), -1, dtype=torch.int64, device=new_pages.device)
     out = torch.empty(num_tokens, dtype=torch.int64, device=new_pages.device)
-    chunks = min(triton.cdiv(num_tokens, BLOCK), max(MAX_PROGRAMS // num_sequences, 1))
-    constants: tuple[Any, ...] = (page_size, taken is not None, BLOCK)
-    _kernel[(num_sequences, chunks)](
-        prefix_lens.contiguous(),
-        extend_lens.contiguous(),
-        last_slots.contiguous(),
-        starts.contiguous(),
-        new_pages.contiguous(),
-        out if taken is None else taken,
-        out,
-        num_sequences,
-        new_pages.numel(),
-        0 if taken is None else taken.numel(),
-        num_tokens,
-        *constants,
+    chunks = min(-(-num_tokens // BLOCK), max(MAX_PROGRAMS // num_sequences, 1))
+    tensors = [x.contiguous() for x in (prefix_lens, extend_lens, last_slots, starts, new_pages)]
+    constants = (page_size, taken is not None, BLOCK)
+    launch.launch(
+        _kernel,
+        (num_sequences, chunks, 1),
+        (*(x.dtype for x in tensors), constants),
+        (
+            *tensors,
+            out if taken is None else taken,
+            out,
+            num_sequences,
+            new_pages.numel(),
+            0 if taken is None else taken.numel(),
+            num_tokens,
+            *constants,
+        ),
+        out.device,
     )
     return out
 
 
-def _triton_why_not(*tensors: torch.Tensor) -> str | None:
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            return f"needs tensors on a CUDA device, one is on {tensor.device}"
-    return None
-
-
 IMPLEMENTATIONS = {
-    "triton": Implementation(_triton, _triton_why_not),
+    "triton": Implementation(_triton, launch.why_not),
     "reference": Implementation(reference, lambda *_: None),
 }
