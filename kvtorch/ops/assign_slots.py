@@ -125,7 +125,9 @@ def _kernel(
     PAGE_SIZE: tl.constexpr,
     HAS_TAKEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     sequence = tl.program_id(0)
     step = tl.arange(0, BLOCK)
 

@@ -1,5 +1,6 @@
 """What the Triton kernels share: their launch, how rows lie in memory, how values narrow."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ _compiled: dict[Any, Any] = {}
 
 def launch(
     kernel: Any,
-    grid: tuple[Any, Any, Any],
+    grid: tuple[int, int, int],
     key: Any,
     arguments: Sequence[Any],
     device: torch.device,
@@ -27,10 +28,10 @@ def launch(
     that a call does (Triton 3.6, host of an H200).
 
     Args:
-      kernel: a ``triton.jit`` function.
+      kernel: a ``triton.jit`` function, which calls ``begin(EARLY)`` first.
       grid: how many programs.
       key: what tells two compilations apart: dtypes, constants, alignment.
-      arguments: all of the kernel's, constants included.
+      arguments: all of the kernel's, constants included, but for the last, ``EARLY``.
       device: where the tensors are.
       num_warps: of each program.
     """
@@ -38,13 +39,33 @@ def launch(
     if index is not None and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return launch(kernel, grid, key, arguments, device, num_warps)
+    early = _starts_early(index)
     full_key = (kernel, index, num_warps, key)
     compiled = _compiled.get(full_key)
     if compiled is None:  # always so in Triton's interpreter
-        _compiled[full_key] = kernel[grid](*arguments, num_warps=num_warps)
+        options = {"launch_pdl": True} if early else {}
+        _compiled[full_key] = kernel[grid](*arguments, early, num_warps=num_warps, **options)
     else:
-        compiled[grid](*arguments, stream=torch._C._cuda_getCurrentRawStream(index))
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        compiled[grid](*arguments, early, stream=stream)
     return None
+
+
+@functools.cache
+def _starts_early(index: int | None) -> bool:
+    """Whether the device can start a kernel before the one in front of it has ended (Hopper on)."""
+    return index is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """Waits for what was launched before, and lets what is launched next start and wait likewise.
+
+    Source: CUDA's programmatic dependent launch.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def alignment(*tensors: torch.Tensor) -> Any:
@@ -52,7 +73,7 @@ def alignment(*tensors: torch.Tensor) -> Any:
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()
-    return together % 16 == 0 or tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return together % 16 == 0 or tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
 def power_of_two(number: int) -> int:
@@ -68,14 +89,14 @@ def why_not(*tensors: torch.Tensor) -> str | None:
     return None
 
 
-def why_not_rows(planes: Sequence[torch.Tensor], *tensors: torch.Tensor) -> str | None:
-    """Why no kernel over whole rows of one plane or two can run, or ``None``."""
+def why_not_rows(planes: Sequence[torch.Tensor]) -> str | None:
+    """Why no kernel over whole rows of these planes can run, or ``None``."""
     if len(planes) > 2:
         return f"takes one or two planes, not {len(planes)}"
     for plane in planes:
         if plane.stride(1) > MAX_ROW_ELEMENTS:
             return f"takes rows of up to {MAX_ROW_ELEMENTS} elements, not {plane.stride(1)}"
-    return why_not(*planes, *tensors)
+    return why_not(*planes)
 
 
 def in_rows(values: torch.Tensor, num_row_dims: int) -> torch.Tensor:

@@ -68,14 +68,14 @@ def move_rows(
     _op(planes, dst, src, first_slot, disjoint, implementation)
 
 
-def _run(planes, dst, src, first_slot, disjoint, implementation) -> None:
-    run = select("move_rows", IMPLEMENTATIONS, implementation, planes, dst, src)
+def _run(planes, dst, src, first_slot, disjoint, implementation=None) -> None:
+    run = select("move_rows", IMPLEMENTATIONS, implementation, planes)
     run(planes, dst, src, first_slot, disjoint)
 
 
 _op = library.define(
     "move_rows(Tensor(a!)[] planes, Tensor dst, Tensor src, int first_slot, bool disjoint, "
-    "str? implementation) -> ()",
+    "str? implementation=None) -> ()",
     _run,
 )
 
@@ -144,7 +144,9 @@ def _kernel(
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
     HOLD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     of_batch = token < num_tokens
     dst = tl.load(dst_slots + token, mask=of_batch, other=-1).to(tl.int64)
@@ -291,8 +293,8 @@ def _launch(
     )
 
 
-def _triton_why_not(planes, dst, src) -> str | None:
-    return launch.why_not_rows(planes, dst, src)
+def _triton_why_not(planes) -> str | None:
+    return launch.why_not_rows(planes)
 
 
 IMPLEMENTATIONS = {

@@ -46,8 +46,8 @@ def read_latent_rope(
     return _op(plane, layer, slots, latent_dim, first_slot, dtype, implementation)
 
 
-def _run(plane, layer, slots, latent_dim, first_slot, dtype, implementation):
-    run = select("read_latent_rope", IMPLEMENTATIONS, implementation, plane, slots)
+def _run(plane, layer, slots, latent_dim, first_slot, dtype, implementation=None):
+    run = select("read_latent_rope", IMPLEMENTATIONS, implementation, plane)
     return run(plane, layer, slots, latent_dim, first_slot, dtype)
 
 
@@ -58,7 +58,7 @@ def _empty(plane, layer, slots, latent_dim, first_slot, dtype, implementation=No
 
 _op = library.define(
     "read_latent_rope(Tensor plane, int layer, Tensor slots, int latent_dim, int first_slot, "
-    "ScalarType dtype, str? implementation) -> (Tensor, Tensor)",
+    "ScalarType dtype, str? implementation=None) -> (Tensor, Tensor)",
     _run,
     _empty,
 )
@@ -93,7 +93,9 @@ def _kernel(
     LATENT_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     of_batch = token < num_tokens
     slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
@@ -151,8 +153,8 @@ def _triton(
     return latent, rope
 
 
-def _triton_why_not(plane, slots) -> str | None:
-    return launch.why_not(plane, slots)
+def _triton_why_not(plane) -> str | None:
+    return launch.why_not_rows((plane,))
 
 
 IMPLEMENTATIONS = {

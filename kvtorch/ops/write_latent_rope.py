@@ -47,14 +47,14 @@ def write_latent_rope(
     _op(plane, layer, slots, latent, rope, first_slot, implementation)
 
 
-def _run(plane, layer, slots, latent, rope, first_slot, implementation) -> None:
-    run = select("write_latent_rope", IMPLEMENTATIONS, implementation, plane, slots, latent, rope)
+def _run(plane, layer, slots, latent, rope, first_slot, implementation=None) -> None:
+    run = select("write_latent_rope", IMPLEMENTATIONS, implementation, plane)
     run(plane, layer, slots, latent, rope, first_slot)
 
 
 _op = library.define(
     "write_latent_rope(Tensor(a!) plane, int layer, Tensor slots, Tensor latent, Tensor rope, "
-    "int first_slot, str? implementation) -> ()",
+    "int first_slot, str? implementation=None) -> ()",
     _run,
 )
 
@@ -90,7 +90,9 @@ def _kernel(
     LATENT_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     of_batch = token < num_tokens
     slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
@@ -156,8 +158,8 @@ def _triton(
     )
 
 
-def _triton_why_not(plane, slots, latent, rope) -> str | None:
-    return launch.why_not(plane, slots, latent, rope)
+def _triton_why_not(plane) -> str | None:
+    return launch.why_not_rows((plane,))
 
 
 IMPLEMENTATIONS = {

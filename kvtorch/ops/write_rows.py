@@ -54,28 +54,50 @@ def write_rows(
 
     Source: SGLang 0.4.8 ``MHATokenToKVPool.set_kv_buffer`` (A-MHA-14), ``transfer`` (A-MHA-10).
     """
-    numbers: list[float] = []
-    tensors: list[torch.Tensor | None] = []
-    if scales is not None and any(scale is not None for scale in scales):
-        for scale in scales:
-            is_tensor = isinstance(scale, torch.Tensor)
-            numbers.append(1.0 if scale is None or is_tensor else float(scale))
-            tensors.append(scale if is_tensor else None)
-    _op(planes, layer, slots, rows, first_slot, numbers, tensors, implementation)
+    both = (*planes[1:], *rows[1:]) or (None, None)
+    scaled = scales is not None and any(scale is not None for scale in scales)
+    # What has its default costs nothing on the way through torch's dispatcher.
+    rest = (*_by_type(scales), implementation) if scaled or implementation else ()
+    _op(planes[0], slots, rows[0], first_slot, layer, *both, *rest)
 
 
-def _run(planes, layer, slots, rows, first_slot, numbers, tensors, implementation) -> None:
-    run = select("write_rows", IMPLEMENTATIONS, implementation, planes, slots, rows)
-    scales = [None] * len(planes)
-    if numbers:  # dividing by 1 changes nothing
-        pairs = zip(numbers, tensors, strict=True)
-        scales = [number if tensor is None else tensor for number, tensor in pairs]
-    run(planes, layer, slots, rows, first_slot, scales)
+def _by_type(scales: Sequence[Scale] | None) -> tuple[Any, ...]:
+    """Of K and V, the scales that are numbers, and those that are tensors."""
+    pair = (*(scales or ()), None, None)[:2]
+    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in pair]
+    numbers = [
+        scale if tensor is None else None for scale, tensor in zip(pair, tensors, strict=True)
+    ]
+    return *numbers, *tensors
+
+
+def _run(
+    k,
+    slots,
+    k_rows,
+    first_slot,
+    layer=None,
+    v=None,
+    v_rows=None,
+    k_scale=None,
+    v_scale=None,
+    k_scale_tensor=None,
+    v_scale_tensor=None,
+    implementation=None,
+) -> None:
+    planes, rows = ((k,), (k_rows,)) if v is None else ((k, v), (k_rows, v_rows))
+    run = select("write_rows", IMPLEMENTATIONS, implementation, planes)
+    scales = (
+        k_scale if k_scale_tensor is None else k_scale_tensor,
+        v_scale if v_scale_tensor is None else v_scale_tensor,
+    )
+    run(planes, layer, slots, rows, first_slot, scales[: len(planes)])
 
 
 _op = library.define(
-    "write_rows(Tensor(a!)[] planes, int? layer, Tensor slots, Tensor[] rows, int first_slot, "
-    "float[] numbers, Tensor?[] tensors, str? implementation) -> ()",
+    "write_rows(Tensor(a!) k, Tensor slots, Tensor k_rows, int first_slot, int? layer=None, "
+    "Tensor(b!)? v=None, Tensor? v_rows=None, float? k_scale=None, float? v_scale=None, "
+    "Tensor? k_scale_tensor=None, Tensor? v_scale_tensor=None, str? implementation=None) -> ()",
     _run,
 )
 
@@ -150,7 +172,9 @@ def _kernel(
     TOKENS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
     there = (slot >= first_slot) & (slot < num_rows) & (token < num_tokens)
@@ -179,54 +203,57 @@ def _triton(
     num_tokens = slots.shape[0]
     if not num_tokens:
         return
-    arguments: list[Any] = []
-    key: list[Any] = [slots.dtype]
-    pointers = [slots, *planes]
-    widths, kinds = [], []
-    for plane, new, scale in zip(planes, rows, scales, strict=True):
-        new = launch.in_rows(new, plane.dim() - 2)
-        layer_stride, stride = (0, new.stride(0)) if layer is not None else new.stride()[:2]
-        scale_tensor, number, kind = slots, 1.0, _NO_SCALE
-        if scale is None or new.dtype == plane.dtype:
-            pass
-        elif isinstance(scale, torch.Tensor):
-            scale_tensor, kind = scale, _TENSOR
-            key.append(scale.dtype)
-        else:
-            number, kind = scale, _NUMBER
-        arguments += (plane, new, layer_stride, stride, scale_tensor, number)
-        pointers += (new, scale_tensor)
-        width = plane.stride(1)
-        widths.append(width)
-        kinds.append(kind)
-        key += (plane.dtype, new.dtype, width, kind, stride % 16, layer_stride % 16)
-        key += (stride == 1, layer_stride == 1)
-    block = launch.power_of_two(max(widths))
+    sides = [
+        _side(plane, new, scale, layer is None, slots)
+        for plane, new, scale in zip(planes, rows, scales, strict=True)
+    ]
+    (k, k_key), (v, v_key) = sides[0], sides[-1]
+    k_width, v_width = planes[0].stride(1), planes[-1].stride(1)
+    block = launch.power_of_two(max(k_width, v_width))
     tokens = max(1, min(TILE // block, launch.power_of_two(num_tokens)))
-    key += (tokens, launch.alignment(*pointers))
-    both = 2 // len(planes)
+    aligned = launch.alignment(slots, k[0], k[1], v[0], v[1], k[4], v[4])
     launch.launch(
         _kernel,
         (-(-num_tokens // tokens), len(planes), planes[0].shape[0] if layer is None else 1),
-        tuple(key),
+        (slots.dtype, k_key, v_key, k_width, v_width, tokens, aligned),
         (
             slots,
             layer or 0,
             num_tokens,
             planes[0].shape[1],
             first_slot,
-            *arguments * both,
-            *widths * both,
+            *k,
+            *v,
+            k_width,
+            v_width,
             block,
             tokens,
-            *kinds * both,
+            k_key[-1],
+            v_key[-1],
         ),
         slots.device,
     )
 
 
-def _triton_why_not(planes, slots, rows) -> str | None:
-    return launch.why_not_rows(planes, slots, *rows)
+def _side(plane, new, scale, all_layers, slots) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The kernel's arguments for one plane, and what of them it is compiled for."""
+    new = launch.in_rows(new, plane.dim() - 2)
+    layer_stride, stride = new.stride()[:2] if all_layers else (0, new.stride(0))
+    kind, number, tensor = _NO_SCALE, 1.0, slots
+    if scale is not None and new.dtype != plane.dtype:
+        if isinstance(scale, torch.Tensor):
+            kind, tensor = _TENSOR, scale
+        else:
+            kind, number = _NUMBER, scale
+    alike = (layer_stride % 16, stride % 16, layer_stride == 1, stride == 1)
+    return (
+        (plane, new, layer_stride, stride, tensor, number),
+        (plane.dtype, new.dtype, tensor.dtype, alike, kind),
+    )
+
+
+def _triton_why_not(planes) -> str | None:
+    return launch.why_not_rows(planes)
 
 
 IMPLEMENTATIONS = {

@@ -199,7 +199,7 @@ driver.set_active(Hopper())
 from kvtorch.ops.assign_slots import BLOCK, _kernel
 i, b = torch.int64, torch.bool
 for n in {SIZES}:
-    _kernel.warmup(i, i, i, i, i, b, i, n, n + 1, 2 * n, n, 3, True, BLOCK, grid=(1,))
+    _kernel.warmup(i, i, i, i, i, b, i, n, n + 1, 2 * n, n, 3, True, BLOCK, True, grid=(1,))
 print(len(_kernel.device_caches[0][0]))
 """
 
