@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -161,6 +161,7 @@ class Adoption:
         _device(pool)
         if not pool.geometry.padding_page:
             raise GeometryError("a pool of the host tier has no padding page, as torch pools have")
+        jax.block_until_ready(pool.planes)  # which raises if an update failed
         planes = tuple(map(_to_torch, pool.planes))
         _wait_for_jax(pool)  # torch may write at once, so reads under way have to be over
         self._kvjax_pool = pool
@@ -330,11 +331,23 @@ def _hand_over(arrays: tuple[jax.Array, ...], planes: tuple[torch.Tensor, ...]) 
     An exported array orders torch after what wrote it only. A donation waits for what reads it
     too, so the arrays are donated to an empty program, and its results exported.
     """
+    _raise_failure(arrays)
     for array, plane in zip(_same(arrays), planes, strict=True):
+        _raise_failure([array])
         tensor = _to_torch(array)
         assert tensor.data_ptr() == plane.data_ptr(), "a donated plane was not updated in place"
         del tensor
         array.delete()
+
+
+def _raise_failure(arrays: Iterable[jax.Array]) -> None:
+    """Raises the error of a failed update, as far as JAX knows it; waits for nothing.
+
+    JAX 0.11.2 on GPU ends the process when it is asked to export the result of one.
+    """
+    for array in arrays:
+        if array.is_ready():
+            array.block_until_ready()
 
 
 def _lies_in(array: jax.Array, plane: torch.Tensor) -> bool:

@@ -16,7 +16,14 @@ import kvjax  # noqa: E402
 from kvjax import GeometryError, MHAGeometry, Pool, mha  # noqa: E402
 from kvtorch.interop import adopt  # noqa: E402
 from tests import oracles  # noqa: E402
-from tests.interop.torch_pools import GEOMETRIES, assert_holds, fill, junk_planes  # noqa: E402
+from tests.interop.torch_pools import (  # noqa: E402
+    GEOMETRIES,
+    assert_holds,
+    fill,
+    junk_planes,
+    read_late,
+    slow_work,
+)
 from tests.pools import junk  # noqa: E402
 from tests.pools.junk import MHA, MLA  # noqa: E402
 
@@ -189,10 +196,9 @@ def test_an_adopted_pool_can_be_lent(device):
 
 
 def test_reads_under_way_are_over_before_torch_writes(device):
-    pool = kvjax.create(BIG)
-    heavy = jax.jit(lambda plane: jnp.sort(plane.reshape(-1)[: 1 << 19])[::7])
-    heavy(pool.planes[0]).block_until_ready()
-    k = heavy(pool.planes[0])
+    pool, work = kvjax.create(BIG), slow_work()
+    read_late(pool.planes[0], work).block_until_ready()  # compiled
+    k = read_late(pool.planes[0], work)
     with adopt(pool) as adoption:
         for tensor in adoption.pool.planes:
             tensor.fill_(1)

@@ -37,6 +37,8 @@ from tests.interop.torch_pools import (  # noqa: E402
     fill,
     junk_planes,
     junk_pool,
+    read_late,
+    slow_work,
     torch_pool,
     zero_pool,
 )
@@ -244,20 +246,19 @@ def memory_in_use(device):
 
 def test_dl5_reads_under_way_are_over_before_torch_writes(device):
     """On CPU a read may run after its array was deleted; on GPU a donation waits for copies."""
-    pool = zero_pool(BIG, device)
-    heavy = jax.jit(lambda plane: jnp.sort(plane.reshape(-1)[: 1 << 20])[::7])
+    pool, work = zero_pool(BIG, device), slow_work()
     with pool.jax() as lease:
-        heavy(lease.pool.planes[0]).block_until_ready()  # compiled
+        read_late(lease.pool.planes[0], work).block_until_ready()  # compiled
     for turn in range(3):
         for plane in pool.planes:
             plane.fill_(turn)
         with pool.jax() as lease:
-            sorted_k = heavy(lease.pool.planes[0])
+            late_k = read_late(lease.pool.planes[0], work)
             lease.pool.planes[1].copy_to_host_async()
-            host_v = lease.pool.planes[1][:, 16:]
+            late_v = lease.pool.planes[1][:, 16:]
         for plane in pool.planes:
             plane.fill_(-1)
-        assert (np.asarray(sorted_k) == turn).all() and (np.asarray(host_v) == turn).all()
+        assert (np.asarray(late_k) == turn).all() and (np.asarray(late_v) == turn).all()
 
 
 def test_torch_methods_raise_while_lent():

@@ -1,5 +1,7 @@
 """Torch pools of known bits, beside the NumPy planes that they should equal."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -78,3 +80,14 @@ def fill(pool, planes):
 def assert_holds(pool, planes):
     for tensor, plane in zip(pool.planes, planes, strict=True):
         oracles.assert_same_bits(tensor.view(torch.uint8).cpu().numpy(), plane.view(np.uint8))
+
+
+@jax.jit
+def read_late(plane, work):
+    """The first rows of a plane, read after some milliseconds of other work."""
+    start = (jnp.sort(work)[0] * 0).astype(jnp.int32)
+    return jax.lax.dynamic_slice_in_dim(plane[0], start, 64)
+
+
+def slow_work():
+    return jnp.ones(1 << 21)
