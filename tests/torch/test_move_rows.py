@@ -199,7 +199,7 @@ def test_a_move_random_cycles_again_and_again(name, rows, num_tokens, times):
 
 def test_an_implementation_that_cannot_run_says_why():
     plane, dst, src = torch.zeros(1, 9, 4), torch.tensor([4]), torch.tensor([5])
-    with pytest.raises(UnsupportedError, match="triton: needs tensors on a CUDA device, one is on"):
+    with pytest.raises(UnsupportedError, match=r"triton: needs .*CUDA device.* on cpu"):
         move_rows([plane], dst, src, first_slot=4, implementation="triton")
     with pytest.raises(UnsupportedError, match="triton: takes one or two planes, not 3"):
         move_rows([plane] * 3, dst, src, first_slot=4, implementation="triton")

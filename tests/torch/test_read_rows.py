@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch: not installed")
 
 from kvtorch.ops.read_rows import read_rows
 from tests import oracles
-from tests.cases import KV, Case
+from tests.cases import KV, MIXED, Case
 from tests.strategies import any_slots, inputs, planes, random_rows
 from tests.torch.implementations import (
     FP8,
@@ -41,7 +41,9 @@ def compare(read, case, planes, layer, slots):
         oracles.assert_same_bits(actual, expected)
 
 
-@on_cases(reference=REFERENCE, reference_on_gpu=[*REFERENCE_ON_GPU, Case(KV, 2053)])
+@on_cases(
+    reference=[*REFERENCE, Case(MIXED, 7)], reference_on_gpu=[*REFERENCE_ON_GPU, Case(KV, 2053)]
+)
 def test_equals_oracle(name, case):
     any_width = partial(of_any_width, any_slots)
     for_examples(

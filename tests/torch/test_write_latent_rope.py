@@ -160,7 +160,7 @@ def test_a_wrong_implementation_is_caught():
 def test_an_implementation_that_cannot_run_says_why():
     plane = torch.zeros(1, 9, 1, 6)
     args = plane, 0, torch.tensor([4]), torch.ones(1, 1, 4), torch.ones(1, 1, 2)
-    with pytest.raises(UnsupportedError, match="triton: needs tensors on a CUDA device, one is on"):
+    with pytest.raises(UnsupportedError, match=r"triton: needs .*CUDA device.* on cpu"):
         write_latent_rope(*args, first_slot=4, implementation="triton")
     with pytest.raises(ValueError, match="no implementation 'cuda'; it has triton, reference"):
         write_latent_rope(*args, first_slot=4, implementation="cuda")

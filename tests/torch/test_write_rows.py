@@ -181,10 +181,8 @@ def test_more_than_a_million_tokens_and_more_elements_than_int32_has():
 def test_an_implementation_that_cannot_run_says_why():
     plane, slots = torch.zeros(1, 9, 4), torch.tensor([4])
     rows = torch.zeros(1, 4)
-    with pytest.raises(UnsupportedError, match="triton: needs tensors on a CUDA device, one is on"):
+    with pytest.raises(UnsupportedError, match=r"triton: needs .*CUDA device.* on cpu"):
         write_rows([plane], 0, slots, [rows], first_slot=4, implementation="triton")
-    with pytest.raises(UnsupportedError, match="triton: takes one or two planes, not 3"):
-        write_rows([plane] * 3, 0, slots, [rows] * 3, first_slot=4, implementation="triton")
     wide = torch.zeros(1, 9, 65537)
     with pytest.raises(UnsupportedError, match="triton: takes rows of up to 65536 elements"):
         write_rows(
