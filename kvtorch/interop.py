@@ -340,7 +340,7 @@ def _hand_over(arrays: tuple[jax.Array, ...], planes: tuple[torch.Tensor, ...]) 
         array.delete()
 
 
-def _raise_failure(arrays: Iterable[jax.Array]) -> None:
+def _raise_failure(arrays: Iterable[Any]) -> None:
     """Raises the error of a failed update, as far as JAX knows it; waits for nothing.
 
     JAX 0.11.2 on GPU ends the process when it is asked to export the result of one.

@@ -123,7 +123,7 @@ def test_while_adopted_an_update_on_gpu_is_refused(jitted):
     step = jax.jit(move, donate_argnums=0) if jitted else move
     pool, planes = kvjax_pool(MHA)
     with adopt(pool) as adoption:
-        with pytest.raises(ValueError, match="Donation requested for buffer with external"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="with external reference"):
             jax.block_until_ready(step(pool))
         assert_gathers(pool, planes)
         assert_holds(adoption.pool, planes)
@@ -135,7 +135,7 @@ def test_a_tensor_that_was_kept_keeps_jax_from_updating():
     pool, planes = kvjax_pool(MHA)
     with adopt(pool) as adoption:
         kept = adoption.pool.k_buffer[1]
-    with pytest.raises(ValueError, match="Donation requested for buffer with external"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="with external reference"):
         jax.block_until_ready(move(pool))
     del kept
     assert_gathers(move(pool), moved(planes))
