@@ -7,8 +7,8 @@ from unittest import mock
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import triton
 from hypothesis import Phase, given, settings
+from triton import knobs
 
 from kvjax.dispatch import Implementation
 from tests import cases
@@ -21,8 +21,9 @@ ON_GPU = "reference-gpu"
 NO_SHRINKING = [Phase.reuse, Phase.generate]
 SETTINGS = {
     "reference": settings(max_examples=20),
-    INTERPRETED: settings(max_examples=5, phases=NO_SHRINKING),  # 1 ms a program, or more
-    "triton": settings(max_examples=30),
+    # 1 ms a program, or more. Shrinking what fails would take minutes, also where all is compiled.
+    INTERPRETED: settings(max_examples=5, phases=NO_SHRINKING),
+    "triton": settings(max_examples=30, phases=NO_SHRINKING),
     ON_GPU: settings(max_examples=10),
 }
 
@@ -97,7 +98,7 @@ def on_cases(*, reference=(), interpreted=(), gpu=(), reference_on_gpu=()):
 
 
 not_compiled = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="interpreter: Triton compiles, TRITON_INTERPRET=0"
+    not knobs.runtime.interpret, reason="interpreter: Triton compiles, TRITON_INTERPRET=0"
 )
 """Mark of tests of interpreted kernels: where there is a GPU, the compiled ones are tested."""
 
@@ -138,11 +139,23 @@ def call(operation, name, *args, constants=(), **options):
     with contextlib.ExitStack() as stack:
         for constant, value in constants:
             stack.enter_context(mock.patch(f"kvtorch.ops.{constant}", value))
+            stack.enter_context(_nothing_remembered(module))
         if name == INTERPRETED:
             anywhere = Implementation(module._triton, lambda *_: None)
             stack.enter_context(mock.patch.dict(module.IMPLEMENTATIONS, triton=anywhere))
         implementation = {INTERPRETED: "triton", ON_GPU: "reference"}.get(name, name)
         return getattr(module, operation)(*args, implementation=implementation, **options)
+
+
+@contextlib.contextmanager
+def _nothing_remembered(module):
+    """What a module derived from other constants, or derives from these, is derived anew."""
+    caches = [x for x in vars(module).values() if hasattr(x, "cache_clear")]
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 def layers(case):

@@ -33,6 +33,7 @@ FEW_COLUMNS = (("move_rows.HELD_BYTES", 8), ("move_rows.SECTOR_BYTES", 8))
 STAGED = (("move_rows.HELD_TOKENS", 0), ("move_rows.TILE", 64))
 BY_LAYER = (("move_rows.STAGING_BYTES", 1), *STAGED)
 BY_TWO_LAYERS = (("move_rows.STAGING_BYTES", 2 * 7 * 64), *STAGED)
+UNLIKE = (((1, 64), "bfloat16"), ((4, 256), "bfloat16"))  # more columns of V than of K
 REFERENCE = [
     *(Case(KV, num_tokens, None) for num_tokens in (0, 1, 7, 64)),
     *(Case(rows, 7, None) for rows in (MIXED, BYTES, FP8, LONG, *ODD)),
@@ -42,7 +43,7 @@ INTERPRETED = [
     *(Case(rows, 7, None) for rows in (BYTES, FP8, LONG, *ODD)),
     *(Case(KV, num_tokens, None, HELD) for num_tokens in (3, 4)),
     Case(KV, 7, None, FEW_COLUMNS),
-    Case(ODD[0], 7, None, FEW_COLUMNS),
+    *(Case(rows, 7, None, FEW_COLUMNS) for rows in (ODD[0], BYTES)),
     Case(KV, 7, None, STAGED),
     *(Case(rows, 3, None, STAGED) for rows in (LONG, *ODD)),
     Case(FP8, 3, None, BY_LAYER),
@@ -51,6 +52,7 @@ INTERPRETED = [
 FOR_GPU = [
     *(Case(KV, num_tokens, None) for num_tokens in (0, 1, 61, 64, 65)),
     Case(WIDE, 61, None),
+    Case(UNLIKE, 131, None),
     Case(LONG, 131, None),
     *(Case(ODD[0], num_tokens, None, (("move_rows.HELD_TOKENS", 60),)) for num_tokens in (60, 61)),
     Case(FP8, 131, None, BY_LAYER),
