@@ -1,0 +1,400 @@
+"""The benchmark of kvtorch: what it calls is right, what it prints is what it measured.
+
+No GPU is needed: a clock that calls without timing stands for the real one, and the peers' kernels
+run in Triton's interpreter, in a process of their own because the peers replace modules.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch: not installed")
+
+from benchmarks import __main__ as command  # noqa: E402
+from benchmarks import bars, peers, torch_cases, torch_side, torch_time  # noqa: E402
+from benchmarks.report import Figure  # noqa: E402
+from benchmarks.torch_allocations import NAMES, allocations  # noqa: E402
+from benchmarks.torch_cases import CASES, Sizes, contenders  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = Sizes(layers=2, num_slots=48, heads=2, head_dim=16, latent_dim=256, rope_dim=64)
+SEVERAL = [1, 8]
+
+
+class CallsOnce:
+    """A clock that has no time."""
+
+    device = "cpu"
+    called = 0
+
+    def device_name(self):
+        return "no device"
+
+    def copy_bandwidth(self):
+        return 1e12
+
+    def on_device(self, call, inputs, prepare):
+        prepare(True)
+        for arguments in inputs:
+            call(*arguments)
+            self.called += 1
+        prepare(False)
+        return 2e-6
+
+    def on_host(self, call, inputs, device_seconds=0.0, before=lambda: None):
+        before()
+        call(*inputs[0])
+        self.called += 1
+        return 3e-6
+
+
+def tables(pool):
+    """Every layer of every plane, whosever pool it is."""
+    for name in ("k_buffer", "v_buffer", "kv_buffer"):
+        yield from getattr(pool, name, [])
+    if hasattr(pool, "latent_dim"):  # that of plain torch
+        yield from itertools.chain(*pool.planes)
+
+
+def outcome(case, contender, num_tokens):
+    """What three calls return and leave in a pool of known contents."""
+    torch.manual_seed(0)
+    for table in tables(contender.pool):
+        table.normal_()
+        table[: TINY.page_size] = 0
+    rng = np.random.default_rng(num_tokens)
+    contender.prepare(False)
+    results = []
+    for repetition in range(3):
+        inputs = case.inputs(TINY, rng, num_tokens, repetition, "cpu")
+        results.append(case.call_of(contender)(*inputs))
+    returned = [part for result in results if result is not None for part in result]
+    return [*returned, *tables(contender.pool)]
+
+
+def unequal(case, found, num_tokens):
+    """The contenders that do not do what plain torch does."""
+    (expected,) = (outcome(case, c, num_tokens) for c in found if c.name == "torch")
+    wrong = []
+    for contender in found:
+        got = outcome(case, contender, num_tokens)
+        if len(got) != len(expected) or not all(map(torch.equal, got, expected)):
+            wrong.append(contender.name)
+    return wrong
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 24])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_does_the_same_with_ours_and_plain_torch(case, num_tokens):
+    found = contenders(case.kind, TINY, "cpu", {}, case.contenders)
+    assert [contender.name for contender in found] == ["triton", "torch"]
+    assert unequal(case, found, num_tokens) == []
+
+
+def test_a_pool_that_does_nothing_is_found_out():
+    for case in CASES:
+        found = contenders(case.kind, TINY, "cpu", {}, case.contenders)
+        idle = types.SimpleNamespace(
+            **{name: lambda *_, **__: None for name in dir(found[0].pool) if "_buffer" in name},
+            move_kv_cache=lambda *_, **__: None,
+        )
+        for name in found[0].pool._BUFFERS:
+            setattr(idle, name, getattr(found[0].pool, name))
+        found.append(torch_cases.Contender("idle", idle))
+        assert unequal(case, found, 8) == ["idle"], case.name
+
+
+def test_slots_are_as_the_names_say():
+    inputs = {case.name: case.inputs for case in CASES}
+    arguments = (Sizes(), np.random.default_rng(0), 1000, 0, "cpu")
+    common = {}
+    for name in (bars.DISJOINT, bars.OVERLAPPING, bars.PERMUTED):
+        dst, src = (set(slots.tolist()) for slots in inputs[name](*arguments))
+        assert len(dst) == len(src) == 1000
+        assert min(dst | src) >= Sizes.page_size
+        assert max(dst | src) < Sizes.page_size + Sizes.num_slots
+        common[name] = len(dst & src)
+    assert common == {bars.DISJOINT: 0, bars.OVERLAPPING: 20, bars.PERMUTED: 1000}
+
+
+def test_bytes_moved():
+    moved = {case.name: case.bytes_moved(Sizes(), 10) for case in CASES}
+    assert moved[bars.WRITE] == 2 * 10 * 2 * 8 * 128 * 2
+    assert moved[bars.DISJOINT] == 32 * moved[bars.WRITE]
+    assert moved[bars.WRITE_LATENT] == moved[bars.READ_LATENT] == 2 * 10 * (512 + 64) * 2
+
+
+def test_allocators_hand_out_distinct_slots():
+    found = allocations("cpu", {})
+    assert [allocation.case for allocation in found] == [NAMES[0]] * 2 + [NAMES[1]] * 2
+    for allocation in found:
+        for _ in range(2):
+            allocation.reset()
+            slots = allocation.call().tolist()
+            assert len(set(slots)) == allocation.num_tokens
+            assert min(slots) >= 16
+
+
+def arguments(**given):
+    defaults = {
+        "sglang": None,
+        "tokenspeed": None,
+        "most_moved_by_peers": None,
+        "save": None,
+        "tokens": SEVERAL,
+    }
+    return types.SimpleNamespace(**(defaults | given))
+
+
+def all_names():
+    return [*(case.name for case in CASES), *NAMES]
+
+
+def test_a_whole_run_is_printed_and_saved(tmp_path, capsys):
+    clock = CallsOnce()
+    assert torch_side.run(arguments(save=tmp_path), all_names(), TINY, clock) == 0
+    about, *figures = json.loads((tmp_path / "figures.json").read_text())
+    assert f"torch {torch.__version__}" in " ".join(map(" ".join, about.items()))
+    assert len(figures) == len(CASES) * 2 * len(SEVERAL) + 4
+    assert clock.called == len(CASES) * 2 * len(SEVERAL) * 11 + 4
+    out = capsys.readouterr().out
+    assert out.count(" 2.00 ") == len(CASES) * 2 * len(SEVERAL)
+    markdown = (tmp_path / "figures.md").read_text()
+    for figure in figures:
+        assert f"| {figure['case']} | {figure['num_tokens']} |" in markdown
+    for bar in bars.bars([Figure(**figure) for figure in figures]):
+        assert str(bar) in out
+        assert str(bar) in markdown
+    assert (tmp_path / "figures.png").stat().st_size > 1000
+
+
+def test_hosts_figures_alone_have_no_plot(tmp_path):
+    assert torch_side.run(arguments(save=tmp_path), NAMES, TINY, CallsOnce()) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "figures.md"]
+
+
+def test_what_fails_is_left_out_and_named(capsys):
+    class FailsOnce(CallsOnce):
+        def on_device(self, call, inputs, prepare):
+            self.called += 1
+            if self.called == 1:
+                raise ValueError("out of order\nmore")
+            return 2e-6
+
+    assert torch_side.run(arguments(), [bars.WRITE], TINY, FailsOnce()) == 1
+    out = capsys.readouterr().out
+    assert "left out: write K+V, 1 tokens, triton: ValueError: out of order\n" in out
+    assert out.count(" 2.00 ") == 3
+
+
+def figure(case, name, num_tokens, device=1e-6, host=1e-6, share=0.5):
+    return Figure(case, num_tokens, name, device, host, 1000, 1000 / device / share)
+
+
+def test_bars_pass_and_fail():
+    by_promise = {
+        bar.promise: bar.passed
+        for bar in bars.bars(
+            [
+                figure(bars.DISJOINT, "triton", 16, device=4.1e-6),
+                figure(bars.DISJOINT, "triton", 256, share=0.81),
+                figure(bars.DISJOINT, "triton", 1024, share=0.84),
+                figure(bars.OVERLAPPING, "triton", 256, device=1.6e-6),
+                figure(bars.PERMUTED, "triton", 256, device=2.6e-6),
+                figure(bars.WRITE_LATENT, "triton", 16384, device=1e-6),
+                figure(bars.WRITE_LATENT, "tokenspeed", 16384, device=2e-6),
+                figure(bars.WRITE_LATENT, "tokenspeed pdl", 16384, device=0.9e-6),
+                figure(bars.WRITE_LATENT, "sglang", 16384, device=5.1e-6, host=2e-6),
+                figure(bars.WRITE, "triton", 1, device=1e-6, host=2e-6),
+                figure(bars.WRITE, "torch", 1, device=1.1e-6),
+                figure(bars.WRITE, "sglang", 1, host=1.9e-6),
+            ]
+        )
+    }
+    assert list(by_promise.values()) == [
+        *(True, False, None, False),  # disjoint: 256, 1024, 4096, 16 tokens
+        *(True, False),  # overlapping, permuted
+        *(False, None),  # TokenSpeed's write and read
+        *(True, None, True),  # SGLang's latent write; torch's write at 16 384 and at any n
+        *(False, True, None, None),  # the host: write, latent write, moves
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["torch", "nothing like it"], "no case has a name like that"),
+        (["torch", "--tokens", "0"], "nothing to measure below 1"),
+        (["torch", "--sglang"], "expected one argument"),
+    ],
+)
+def test_arguments_that_cannot_be_used(words, error, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    assert stopped.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["torch"], ["jax"], [], ["write"]])
+def test_without_a_gpu_it_says_so(words, monkeypatch, capsys):
+    import jax
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert command.main(words) == 2
+    framework = "torch" if words == ["torch"] else "JAX"
+    assert f"measure a GPU, and {framework} sees none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, option", [(["torch"], "--tokenspeed"), ([], "benchmarks torch")])
+def test_help_names_the_other_side_and_the_peers(words, option, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([*words, "--help"])
+    assert stopped.value.code == 0
+    assert option in capsys.readouterr().out
+
+
+def test_peers_that_are_not_there_are_left_out(tmp_path, capsys):
+    given = arguments(sglang=tmp_path / "a", tokenspeed=tmp_path / "b")
+    before = dict(sys.modules)
+    assert torch_side.load_peers(given) == {}
+    assert sys.modules == before
+    error = capsys.readouterr().err
+    assert "sglang is left out" in error
+    assert "tokenspeed is left out" in error
+    assert "memory_pool.py; need the folder of an unpacked wheel" in error
+
+
+def test_moves_of_peers_stop_where_compilation_takes_minutes():
+    def measured(name, num_tokens, **options):
+        bench = torch_side.Bench(CallsOnce(), TINY, {}, **options)
+        (case,) = (case for case in CASES if case.name == bars.DISJOINT)
+        return bench._can(case, torch_cases.Contender(name, None), num_tokens)
+
+    assert measured("triton", 16384)
+    assert measured("triton", 3)
+    assert measured("sglang", 256)
+    assert measured("sglang", 3)
+    assert not measured("sglang", 1024)
+    assert measured("sglang", 1024, most_moved_by_peers=1024)
+    assert measured("tokenspeed", 256)
+    assert not measured("tokenspeed", 3)
+
+
+class Cuda:
+    """Stands for ``torch.cuda``, where graphs and events are counted and all takes 1 ms."""
+
+    def __init__(self):
+        self.replays, self.captures, self.capturing = 0, 0, False
+
+    def Event(self, enable_timing):
+        return types.SimpleNamespace(
+            record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 1.0
+        )
+
+    def CUDAGraph(self):
+        def replay():
+            self.replays += 1
+
+        return types.SimpleNamespace(replay=replay)
+
+    @contextlib.contextmanager
+    def graph(self, _):
+        self.captures += 1
+        self.capturing = True
+        yield
+        self.capturing = False
+
+    def synchronize(self):
+        assert not self.capturing
+
+
+def test_the_clock(monkeypatch):
+    cuda = Cuda()
+    for name in ("Event", "CUDAGraph", "graph", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch_time, "COPIED_BYTES", 1000)
+    clock = torch_time.Clock("cpu")
+    assert clock.copy_bandwidth() == pytest.approx(2 * 1000 * 10 / 1e-3)
+    seen, prepared = [], []
+    inputs = [(number,) for number in range(10)]
+
+    def call(number):
+        seen.append((number, cuda.capturing))
+
+    seconds = clock.on_device(call, inputs, prepared.append)
+    # 1 ms for two replays of ten calls each.
+    assert seconds == pytest.approx(1e-3 / (2 * 10))
+    assert seen == [(n, False) for n in range(10)] + [(n, True) for n in range(10)]
+    assert prepared == [False, True, False]
+    assert cuda.replays == 1 + 1 + 3 * 2
+    seen.clear()
+    resets = []
+    assert 0 < clock.on_host(call, inputs, 1e-5, lambda: resets.append(len(seen))) < 1e-3
+    assert resets == [0, 50, 100, 150, 200, 250]
+    assert [number for number, _ in seen] == list(range(10)) * 30
+
+
+@pytest.mark.parametrize(
+    "device_seconds, expected",
+    [(0.0, (50, 5)), (2e-6, (50, 5)), (1e-4, (20, 12)), (13e-3, (5, 15)), (1.0, (5, 5))],
+)
+def test_batches_keep_the_queue_short(device_seconds, expected):
+    assert torch_time.batch_sizes(device_seconds) == expected
+
+
+def peer_folder(name):
+    variable = {"sglang": "SGLANG_048", "tokenspeed": "TOKENSPEED_SRC"}[name]
+    folder = os.environ.get(variable, ROOT / ".sglang" if name == "sglang" else None)
+    if folder is None or not pathlib.Path(folder).is_dir():
+        pytest.skip(f"{name}: no folder of it; the variable {variable} can name one")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["sglang", "tokenspeed"])
+def test_peers_do_the_same_as_plain_torch(name):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    script = [sys.executable, __file__, name, str(peer_folder(name))]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = {
+        "sglang": [bars.WRITE, bars.WRITE_LATENT, *NAMES],
+        "tokenspeed": [bars.DISJOINT, bars.WRITE_LATENT, bars.READ_LATENT],
+    }
+    assert done.stdout.splitlines() == expected[name]
+
+
+def check_peer(name, folder):
+    """Prints the names of the operations of a peer that were found right."""
+    peer = {name: getattr(peers, name)(pathlib.Path(folder))}
+    for case in CASES:
+        names = [each for each in case.contenders if each in ("torch", name)]
+        # Triton's interpreter can run neither SGLang's move nor dependent launches.
+        if name not in names or (name, case.name) == ("sglang", bars.DISJOINT):
+            continue
+        found = contenders(case.kind, TINY, "cpu", peer, names)
+        for num_tokens in SEVERAL:
+            assert unequal(case, found, num_tokens) == []
+        print(case.name)
+    found = allocations("cpu", peer)
+    for case in NAMES:
+        results = {}
+        for allocation in found:
+            if allocation.case == case:
+                allocation.reset()
+                results[allocation.name] = allocation.call()
+        if name in results:
+            assert torch.equal(results[name], results["triton"])
+            print(case)
+
+
+if __name__ == "__main__":
+    check_peer(*sys.argv[1:])
