@@ -20,8 +20,8 @@ from benchmarks.torch_time import Clock
 REPETITIONS = 10
 EPILOG = """
 Device time is that of CUDA graphs of ten calls, each with its own slots and values; eager time is
-the host's for one call, waiting for the device only where the call itself does. Nothing of other projects is installed or
-copied; their modules are imported from the folders given.
+the host's for one call, waiting for the device only where the call itself does. Nothing of other
+projects is installed or copied; their modules are imported from the folders given.
 """
 
 
