@@ -124,6 +124,8 @@ def divided(values, scale_ptr, scale, KIND: tl.constexpr):
 @triton.jit
 def narrowed(values, dtype: tl.constexpr):
     """``values`` in ``dtype``: fp8 saturates at its largest finite value, NaN stays NaN."""
+    if values.dtype.is_fp8():  # Triton's way from e5m2 to bfloat16 makes numbers of its NaNs
+        values = values.to(tl.float16).to(tl.float32)
     if dtype == tl.float8e4nv:
         values = tl.clamp(values.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     elif dtype == tl.float8e5:

@@ -25,7 +25,8 @@ HELD_TOKENS = 4096
 # get narrow. Bytes a thread: with more, registers spill.
 HELD_BYTES = 32 * 1024
 MOST_HELD_BYTES = 128 * 1024
-BYTES_PER_THREAD = 128
+BYTES_PER_THREAD = 64
+MAX_WARPS = 32
 # Columns narrower than what memory reads at once waste some of it.
 SECTOR_BYTES = 32
 WIDEST_COLUMNS = 512
@@ -99,28 +100,29 @@ def reference(
 @triton.jit
 def _copy(
     plane, staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads, conflict,
-    column, WIDTH: tl.constexpr, STEP: tl.constexpr, HOLD: tl.constexpr,
+    column, WIDTH: tl.constexpr, MASKED: tl.constexpr, STEP: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Copies columns of some tokens' rows in one layer of one plane.
 
     STEP: 0 straight from ``src`` to ``dst``; 1 the rows in conflict to where they are staged; 2
     those from there and the others straight.
     """
-    inside = (column < WIDTH)[None, :]
     column = column[None, :]
     old = plane + ((layer * num_rows + src) * WIDTH)[:, None] + column
     new = plane + ((layer * num_rows + dst) * WIDTH)[:, None] + column
     kept = staged + ((turn * num_tokens + token) * WIDTH)[:, None] + column
+    reads, writes, conflict = reads[:, None], writes[:, None], conflict[:, None]
+    if MASKED:
+        reads, writes = reads & (column < WIDTH), writes & (column < WIDTH)
     if STEP == 1:
-        mask = (reads & conflict)[:, None] & inside
-        tl.store(kept, tl.load(old, mask=mask), mask=mask)
+        tl.store(kept, tl.load(old, mask=reads & conflict), mask=reads & conflict)
     else:
         if STEP == 2:
-            old = tl.where(conflict[:, None], kept, old)
-        values = tl.load(old, mask=reads[:, None] & inside, other=0.0)
+            old = tl.where(conflict, kept, old)
+        values = tl.load(old, mask=reads, other=0.0)
         if HOLD:
             tl.debug_barrier()  # no warp writes before every warp has read
-        tl.store(new, values, mask=writes[:, None] & inside)
+        tl.store(new, values, mask=writes)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "first_slot", "num_layers", "first_layer"])
@@ -141,6 +143,7 @@ def _kernel(
     V_WIDTH: tl.constexpr,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
     HOLD: tl.constexpr,
@@ -162,13 +165,13 @@ def _kernel(
         column = tl.program_id(1) * K_BLOCK + tl.arange(0, K_BLOCK)
         _copy(
             k_plane, k_staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads,
-            conflict, column, K_WIDTH, STEP, HOLD,
+            conflict, column, K_WIDTH, K_WIDTH != K_BLOCK * COLUMNS, STEP, HOLD,
         )  # fmt: skip
     else:
         column = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
         _copy(
             v_plane, v_staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads,
-            conflict, column, V_WIDTH, STEP, HOLD,
+            conflict, column, V_WIDTH, V_WIDTH != V_BLOCK * COLUMNS, STEP, HOLD,
         )  # fmt: skip
 
 
@@ -182,6 +185,7 @@ def _triton(
     num_tokens = dst.shape[0]
     if not num_tokens:
         return
+    dst, src = dst.contiguous(), src.contiguous()
     sizes = tuple((plane.stride(1), plane.element_size()) for plane in planes)
     if disjoint:
         _launch(planes, dst, src, first_slot, _by_rows(sizes, num_tokens))
@@ -219,7 +223,7 @@ def _by_columns(sizes: Sizes, tokens: int) -> _Shape:
         min(column_bytes // item_bytes, launch.power_of_two(width)) for width, item_bytes in sizes
     )
     num_columns = max(-(-width // block) for (width, _), block in zip(sizes, blocks, strict=True))
-    num_warps = max(4, tokens * column_bytes // (32 * BYTES_PER_THREAD))
+    num_warps = min(max(4, tokens * column_bytes // (32 * BYTES_PER_THREAD)), MAX_WARPS)
     return _Shape(tokens, blocks, num_columns, num_warps, hold=True)
 
 
@@ -284,6 +288,7 @@ def _launch(
             *buffers * both,
             *widths * both,
             *shape.blocks * both,
+            shape.num_columns,
             shape.tokens,
             step,
             shape.hold,

@@ -124,7 +124,7 @@ def _triton(
     first_slot: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens = slots.shape[0]
+    num_tokens, slots = slots.shape[0], slots.contiguous()
     latent, rope = _empty(plane, layer, slots, latent_dim, first_slot, dtype)
     if not num_tokens:
         return latent, rope

@@ -121,7 +121,7 @@ def _triton(
     rope: torch.Tensor,
     first_slot: int,
 ) -> None:
-    num_tokens = slots.shape[0]
+    num_tokens, slots = slots.shape[0], slots.contiguous()
     if not num_tokens:
         return
     latent = launch.in_rows(latent, latent.dim() - 1)

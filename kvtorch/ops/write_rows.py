@@ -200,7 +200,7 @@ def _triton(
     first_slot: int,
     scales: Sequence[Scale],
 ) -> None:
-    num_tokens = slots.shape[0]
+    num_tokens, slots = slots.shape[0], slots.contiguous()
     if not num_tokens:
         return
     sides = [
