@@ -5,6 +5,7 @@ from the rest of their projects, and what that in turn needs installed, is stood
 made here, which hold a few one-line functions.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
@@ -64,6 +65,8 @@ def sglang(folder: pathlib.Path) -> Peer:
         is_cuda=_has_cuda,
         next_power_of_2=lambda n: 1 << max(n - 1, 0).bit_length(),
     )
+    _stand_in("sglang.srt.constants", GPU_MEMORY_TYPE_KV_CACHE="kv_cache")
+    _stand_in("sglang.srt.torch_memory_saver_adapter", TorchMemorySaverAdapter=_NoSaver)
     _stand_in("sglang.srt.layers")
     _stand_in("sglang.srt.layers.radix_attention", RadixAttention=object)
     _stand_in("sglang.srt.model_executor")
@@ -98,10 +101,11 @@ def tokenspeed(folder: pathlib.Path) -> Peer:
     _stand_in("tokenspeed.runtime.layers.paged_attention", PagedAttention=object)
     _stand_in(
         "tokenspeed.runtime.utils",
-        package / "runtime" / "utils",
         debug_timing=lambda function: function,
         get_colorful_logger=logging.getLogger,
     )
+    saver = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
+    _stand_in(saver, TorchMemorySaverAdapter=_NoSaver)
     pdl = types.SimpleNamespace(enabled=False)
     _stand_in("tokenspeed.runtime.utils.pdl", pdl_enabled=lambda: pdl.enabled)
     mha = _import("tokenspeed.runtime.layers.attention.kv_cache.mha", folder)
@@ -112,6 +116,18 @@ def tokenspeed(folder: pathlib.Path) -> Peer:
         mla=mla.MLATokenToKVPool,
         set_dependent_launch=lambda on: setattr(pdl, "enabled", on),
     )
+
+
+class _NoSaver:
+    """Memory that is never given back while an engine sleeps."""
+
+    @classmethod
+    def create(cls, enable: bool) -> "_NoSaver":
+        assert not enable
+        return cls()
+
+    def region(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _has_cuda() -> bool:
