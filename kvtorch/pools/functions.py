@@ -41,7 +41,7 @@ def set_mla_kv_buffer_triton(
     """
     plane = _plane("kv_buffer", kv_buffer)
     slots = _slots("loc", loc, plane, distinct=True)
-    parts = _parts(plane, slots, cache_k_nope=cache_k_nope, cache_k_rope=cache_k_rope)
+    parts = _parts(kv_buffer, slots, cache_k_nope=cache_k_nope, cache_k_rope=cache_k_rope)
     write_latent_rope(plane, 0, slots, *parts, first_slot=0)
 
 
@@ -57,7 +57,7 @@ def get_mla_kv_buffer_triton(
     """
     plane = _plane("kv_buffer", kv_buffer)
     slots = _slots("loc", loc, plane)
-    outputs = _parts(plane, slots, nope_out=nope_out, rope_out=rope_out)
+    outputs = _parts(kv_buffer, slots, nope_out=nope_out, rope_out=rope_out)
     parts = read_latent_rope(plane, 0, slots, outputs[0].shape[-1], first_slot=0)
     for output, part in zip(outputs, parts, strict=True):
         output.copy_(narrow(part, output.dtype).view(output.shape))
@@ -169,10 +169,10 @@ def _plane(name: str, buffer: torch.Tensor) -> torch.Tensor:
             f"{name} has shape {list(buffer.shape)} and strides {buffer.stride()}, "
             "need [rows, *row], contiguous"
         )
-    return _values(buffer).unsqueeze(0)
+    return _as_fp8(buffer).unsqueeze(0)
 
 
-def _values(values: torch.Tensor) -> torch.Tensor:
+def _as_fp8(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.float8_e4m3fn) if values.dtype == torch.uint8 else values
 
 
@@ -185,20 +185,23 @@ def _slots(
 
 
 def _parts(
-    plane: torch.Tensor, slots: torch.Tensor, **parts: torch.Tensor
+    kv_buffer: torch.Tensor, slots: torch.Tensor, **parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two named parts of rows, if their widths are a row's."""
+    """The two named parts of rows of ``kv_buffer``, if they are such; bits as fp8."""
     widths = {name: part.shape[-1] for name, part in parts.items()}
-    if plane.dim() != 4 or plane.shape[2] != 1 or plane.shape[3] != sum(widths.values()):
-        raise GeometryError(
-            f"kv_buffer has shape {list(plane.shape[1:])}, need [rows, 1, width] for {widths}"
-        )
+    shape = list(kv_buffer.shape)
+    if shape[1:] != [1, sum(widths.values())]:
+        raise GeometryError(f"kv_buffer has shape {shape}, need [rows, 1, width] for {widths}")
+    dtypes = {name: part.dtype for name, part in parts.items()} | {"kv_buffer": kv_buffer.dtype}
+    if torch.uint8 in dtypes.values() and set(dtypes.values()) != {torch.uint8}:
+        raise TypeError(f"dtypes are {dtypes}; need all uint8 or none")
+    as_values("kv_buffer", _as_fp8(kv_buffer), kv_buffer.shape, kv_buffer.device)
     first, second = (
         as_values(
             name,
-            _values(part) if plane.dtype == torch.float8_e4m3fn else part,
+            _as_fp8(part),
             (len(slots), *[1] * (part.dim() - 2), widths[name]),
-            plane.device,
+            kv_buffer.device,
         )
         for name, part in parts.items()
     )

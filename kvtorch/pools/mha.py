@@ -1,7 +1,7 @@
 """SGLang's pool of keys and values."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -77,25 +77,6 @@ class MHATokenToKVPool(KVCache):
         self.device_module = torch.get_device_module(device)
         self.alt_stream = None  # K and V are written in one launch, which needs no second stream
         self._create_buffers(planes)
-
-    @classmethod
-    def _over(cls, planes: Sequence[torch.Tensor], geometry: MHAGeometry) -> Self:
-        """A pool in memory that is there already."""
-        return cls(
-            geometry.num_slots,
-            geometry.page_size,
-            getattr(torch, geometry.dtype),
-            geometry.num_kv_heads,
-            geometry.head_dim,
-            len(geometry.layers),
-            str(planes[0].device),
-            False,
-            geometry.layers.start,
-            geometry.layers.stop,
-            v_head_dim=geometry.v_head_dim,
-            v_dtype=getattr(torch, str(geometry.v_dtype)),
-            planes=planes,
-        )
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Bytes of K and of V, padding page included."""

@@ -1,7 +1,7 @@
 """SGLang's pool of latent rows."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -68,23 +68,6 @@ class MLATokenToKVPool(KVCache):
             dtype=dtype,  # pyright: ignore[reportArgumentType]
         )
         self._create_buffers(planes)
-
-    @classmethod
-    def _over(cls, planes: Sequence[torch.Tensor], geometry: MLAGeometry) -> Self:
-        """A pool in memory that is there already."""
-        return cls(
-            geometry.num_slots,
-            geometry.page_size,
-            getattr(torch, geometry.dtype),
-            geometry.latent_dim,
-            geometry.rope_dim,
-            len(geometry.layers),
-            str(planes[0].device),
-            False,
-            geometry.layers.start,
-            geometry.layers.stop,
-            planes=planes,
-        )
 
     def get_kv_size_bytes(self) -> int:
         """Bytes of all rows, padding page included."""
