@@ -129,8 +129,8 @@ def compare_every_scale(by, name, source, dtype):
     """A number for one plane and a tensor for the other, so that one kernel has both."""
     for number in SCALES:
         scale = torch.tensor(number, dtype=torch.float32, device=device_of(name))
-        for tensor in (scale, scale.view(1)):
-            compare(by, name, values_of(source), (dtype, dtype), (number, tensor), number)
+        scale = scale.view([1] * (number == 0.3))  # of one element, with dimensions and without
+        compare(by, name, values_of(source), (dtype, dtype), (number, scale), number)
 
 
 @pytest.mark.parametrize("name", COMPILED[:2])
