@@ -162,16 +162,16 @@ def _kernel(
     turn = (tl.program_id(2) % num_layers).to(tl.int64)
     layer = first_layer + turn
     if tl.program_id(2) < num_layers:
-        column = tl.program_id(1) * K_BLOCK + tl.arange(0, K_BLOCK)
+        k_column = tl.program_id(1) * K_BLOCK + tl.arange(0, K_BLOCK)
         _copy(
             k_plane, k_staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads,
-            conflict, column, K_WIDTH, K_WIDTH != K_BLOCK * COLUMNS, STEP, HOLD,
+            conflict, k_column, K_WIDTH, K_WIDTH != K_BLOCK * COLUMNS, STEP, HOLD,
         )  # fmt: skip
     else:
-        column = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
+        v_column = tl.program_id(1) * V_BLOCK + tl.arange(0, V_BLOCK)
         _copy(
             v_plane, v_staged, layer, turn, token, num_tokens, num_rows, dst, writes, src, reads,
-            conflict, column, V_WIDTH, V_WIDTH != V_BLOCK * COLUMNS, STEP, HOLD,
+            conflict, v_column, V_WIDTH, V_WIDTH != V_BLOCK * COLUMNS, STEP, HOLD,
         )  # fmt: skip
 
 
