@@ -42,6 +42,8 @@ MAY_IMPORT = {
     "kvjax.transfer": f"{_BASE} kvjax.slots kvjax.ops kvjax.geometry kvjax.pools kvjax.host",
     # Programs.
     "kvjax.replay": f"{_BASE} kvjax matplotlib ml_dtypes",
+    # The replay compares the two frameworks, and does so without torch where there is none.
+    "kvjax.replay.torch_plane": "kvjax kvtorch torch numpy ml_dtypes",
     "kvjax.__main__": "kvjax",
     # The torch face: what is the same in both frameworks, and one bridge.
     "kvtorch": f"{_SHARED} torch triton numpy",
