@@ -45,10 +45,10 @@ ALL = {
     "mla-odd": Case(mla("float16", latent_dim=100, rope_dim=28, page_size=10, layers=2)),
     "mla-no-rope": Case(mla("bfloat16", latent_dim=64, rope_dim=0)),
 }
-ON_GPU = {
-    "mha-bfloat16": Case(mha("bfloat16"), ("float32",)),
-    "mha-float8_e4m3fn+bfloat16": Case(mha("float8_e4m3fn", "bfloat16"), ("float16",)),
-    "mla-float8_e5m2": Case(mla("float8_e5m2"), ("bfloat16",)),
+ON_GPU = {  # few shapes: kvjax compiles a kernel for each, in most of a second
+    "mha-float8_e4m3fn": Case(mha("float8_e4m3fn"), ("float32",), sizes=(5,)),
+    "mha-bfloat16+float8_e5m2": Case(mha("bfloat16", "float8_e5m2"), ()),
+    "mla-bfloat16": Case(mla("bfloat16"), ("float16",), sizes=(5,)),
 }
 
 
@@ -114,7 +114,7 @@ def test_everybody_agrees_for_long(name):
 def test_everybody_agrees_on_a_gpu(name):
     case = ON_GPU[name]
     peers = all_peers(case.geometry, "cuda")
-    assert drive(case, peers, max_examples=4, stateful_step_count=30) >= 60
+    assert drive(case, peers, max_examples=4, stateful_step_count=25) >= 50
 
 
 class WrapsNegativeSlots(MHATokenToKVPool):

@@ -33,10 +33,10 @@ class TorchPeer:
 
     def slots(self, slots, layout=None):
         layout = layout or Layout()
-        slots = torch.from_numpy(np.array(slots)).to(layout.slots)
+        slots = torch.from_numpy(np.array(slots)).to(self.device, layout.slots)
         if layout.strided_slots:
             slots = torch.stack([slots, torch.full_like(slots, self.geometry.first_slot)], 1)[:, 0]
-        return slots.to(self.device)
+        return slots
 
     def values(self, array, layout):
         return layout.values(self.tensor(array), array.ndim - 1)
