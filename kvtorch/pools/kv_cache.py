@@ -206,6 +206,12 @@ class KVCache(abc.ABC):
         chunk_tokens = self.cpu_offloading_chunk_size
         cpu_copy.load(self._typed, self.geometry, kv_cache_cpu, slots, chunk_tokens)
 
+    def clear(self) -> None:
+        """Zeroes every row; for memory that the saver resumed, whose content nobody knows (X5)."""
+        self._require_here()
+        for plane in self.planes:
+            plane.zero_()
+
     def jax(self) -> Any:
         """The pool as one of kvjax, in the same memory, for the length of a ``with`` block."""
         from kvtorch import interop

@@ -28,7 +28,7 @@ def as_values(name: str, values: Any, shape: tuple[int, ...], device: torch.devi
         raise GeometryError(f"{name} has shape {list(values.shape)}, need {list(shape)}")
     if values.device != device:
         raise ValueError(f"{name} is on {values.device}, need {device}, where the pool is")
-    return values
+    return values.detach() if values.requires_grad else values  # else the pool joined a graph
 
 
 def as_scale(name: str, scale: Any, device: torch.device) -> Scale:
@@ -49,7 +49,7 @@ def as_scale(name: str, scale: Any, device: torch.device) -> Scale:
         if not scale.is_cpu:
             if scale.device != device:
                 raise ValueError(f"{name} is on {scale.device}, need {device}, where the pool is")
-            return scale.float()
+            return scale.detach().float()
         scale = scale.item()
     elif not isinstance(scale, numbers.Real):
         raise TypeError(f"{name} is {type(scale)}, need a number or a tensor of one")

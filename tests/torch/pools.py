@@ -68,6 +68,15 @@ def flat(pool, num_tokens, *, all_layers=True):
     return parts[0] if len(parts) == 1 else parts
 
 
+def flattened(nested):
+    """The tensors of what a method that reads returns."""
+    return (
+        [leaf for part in nested for leaf in flattened(part)]
+        if isinstance(nested, list | tuple)
+        else [nested]
+    )
+
+
 READS = {
     "get_flat_data": lambda pool, loc: pool.get_flat_data(loc),
     "get_cpu_copy": lambda pool, loc: [pool.get_cpu_copy(loc)],

@@ -23,7 +23,19 @@ from tests.interop.torch_pools import (
 )
 from tests.pools.junk import rows_of, stored
 from tests.strategies import random_rows
-from tests.torch.pools import CALLS, DEVICES, NAMES, READS, WRITES, Counter, Layer, mha, mla, slots
+from tests.torch.pools import (
+    CALLS,
+    DEVICES,
+    NAMES,
+    READS,
+    WRITES,
+    Counter,
+    Layer,
+    flattened,
+    mha,
+    mla,
+    slots,
+)
 from tests.torch.pools import flat as flat_ones
 from tests.torch.tensors import to_numpy, to_torch
 
@@ -212,6 +224,16 @@ def test_a_mha_16_a_mla_13_every_pool_moves_at_once(name, device, dtype, disjoin
     assert_holds(pool, planes)
 
 
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_a_promise_of_disjoint_slots_reaches_the_operation(disjoint, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "kvtorch.pools.kv_cache.move_rows", lambda *_, **options: given.append(options)
+    )
+    zero_pool(GEOMETRIES["mla"]).move_kv_cache(slots(4), slots(5), disjoint=disjoint)
+    assert given == [{"first_slot": 4, "disjoint": disjoint}]
+
+
 @by_name
 @by_device
 def test_a_mha_5_a_mla_5_addresses_are_where_the_layers_are(name, device):
@@ -330,6 +352,17 @@ def test_a_kv_5_only_getters_wait_for_a_transfer(name):
 
 
 @by_name
+@pytest.mark.parametrize("call", READS)
+def test_a_kv_6_the_padding_page_reads_as_zeros_whatever_is_there(name, call):
+    pool = zero_pool(GEOMETRIES[name])
+    for plane in pool.planes:
+        plane.fill_(1)
+    for slot, is_there in ((3, False), (4, True)):
+        rows = flattened(READS[call](pool, slots(slot)))
+        assert rows and all(part.any() == is_there for part in rows)
+
+
+@by_name
 @pytest.mark.parametrize("call", WRITES)
 def test_a_kv_6_nothing_reaches_the_padding_page(name, call):
     pool, planes = junk_pool(GEOMETRIES[name])
@@ -396,6 +429,7 @@ TOUCHES_PLANES = {
     "get_kv_size_bytes": lambda pool: pool.get_kv_size_bytes(),
     "get_contiguous_buf_infos": lambda pool: pool.get_contiguous_buf_infos(),
     "audit": lambda pool: pool.audit(),
+    "clear": lambda pool: pool.clear(),
     "_clear_buffers": lambda pool: pool._clear_buffers(),
     "jax": lambda pool: pool.jax().__enter__(),
 }

@@ -124,6 +124,8 @@ def test_a_mod_6_mooncakes_memory_if_asked_for(kind, value, mooncake, monkeypatc
     assert pool.enable_custom_mem_pool is True and mooncake.devices == ["cpu"]
     assert mooncake.opened == [(("a pool of an allocator",), {})]
     assert mooncake.made_inside == len(pool.planes)
+    over = POOLS[kind](planes=pool.planes)  # memory from elsewhere
+    assert over.maybe_get_custom_mem_pool() is None and over.enable_custom_mem_pool is False
     monkeypatch.delenv(VARIABLE)  # it is read at each construction
     assert POOLS[kind]().maybe_get_custom_mem_pool() is None
 

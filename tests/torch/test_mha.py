@@ -137,6 +137,16 @@ def test_a_mha_14_a_scale_may_be_any_other_number():
         oracles.assert_same_bits(to_numpy(pool.get_value_buffer(0)[4, 0]), expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mha_14_a_graph_of_gradients_ends_before_the_pool(device):
+    pool = mha(8, 4, torch.float16, 1, 4, 1, device)
+    k, v = (torch.ones((1, 1, 4), device=device, requires_grad=True) for _ in range(2))
+    scale = torch.ones(1, device=device, requires_grad=True)
+    pool.set_kv_buffer(Layer(0), slots(4, device=device), k * 2, v, scale, scale)
+    assert not any(plane.requires_grad for plane in pool.planes)
+    assert pool.get_key_buffer(0)[4].flatten().tolist() == [2] * 4
+
+
 @pytest.mark.gpu
 def test_a_mha_14_tensors_of_another_device_are_refused():
     pool, planes = junk_pool(MHA, device="cuda")

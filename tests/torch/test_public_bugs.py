@@ -22,6 +22,7 @@ from tests.torch.pools import (
     READS,
     WRITES,
     Layer,
+    flattened,
     mha,
     mla,
     slots,
@@ -144,20 +145,10 @@ def test_wr3_a_page_past_the_end_is_not_the_last_one():
 def test_wr3_reads_past_the_end_are_no_other_row(call, geometry, device):
     pool, _ = junk_pool(geometry, device=device)
     for slot in (9, -1, 0, 2**31 - 1, -(2**31), 2**32 + 5):
-        result = READS[call](pool, slots(slot, device=device))
-        while not isinstance(result, torch.Tensor):
-            result = torch.cat([torch.as_tensor(part).flatten() for part in flattened(result)])
-        assert result.numel() and not result.any()
+        rows = flattened(READS[call](pool, slots(slot, device=device)))
+        assert rows and all(part.numel() and not part.any() for part in rows)
     with kvjax.checks(), pytest.raises(IndexError, match=r"indices\[0\]=9"):
         READS[call](pool, slots(9, device=device))
-
-
-def flattened(nested):
-    return (
-        [leaf for part in nested for leaf in flattened(part)]
-        if isinstance(nested, list | tuple)
-        else [nested]
-    )
 
 
 @by_dtype
@@ -352,6 +343,19 @@ def test_x3_sizes_are_of_what_is_stored():
     assert (lengths, item_lengths) == ([128] * 4, [32] * 4)
     assert pool.get_kv_size_bytes() == (256, 256)
     assert sum(part.nbytes for part in flattened(pool.get_cpu_copy(slots(5)))) == 32
+
+
+@by_device
+@pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
+def test_x5_resumed_memory_is_cleared_where_it_is(geometry, device):
+    pool, _ = junk_pool(geometry, device=device)
+    addresses = pool.get_contiguous_buf_infos()[0]
+    for plane in pool.planes:
+        plane.view(torch.uint8).fill_(0xFF)  # NaN, also in the padding page
+    assert pool.audit()
+    pool.clear()
+    assert pool.audit() == [] and not any(plane.any() for plane in pool.planes)
+    assert pool.get_contiguous_buf_infos()[0] == addresses
 
 
 @pytest.mark.gpu
