@@ -17,7 +17,7 @@ JOBS ?= $(if $(strip $(VENV)),auto)
 
 # A request trace for the demo. When there is none, it generates a workload.
 TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
-DEMO_OPTIONS ?= --plot demo.png
+DEMO_OPTIONS ?= --backend both --verify-every 200 --plot demo.png
 
 ifeq ($(strip $(VENV)),)
 python := $(or $(PYTHON),python3)
@@ -35,7 +35,7 @@ jobs = $(if $(JOBS),-n $(JOBS) --dist worksteal)
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(call with,plot-torch) ## replay a request trace through a KV cache and verify it (TRACE=file)
+demo: $(call with,plot-torch) ## replay a request trace in JAX and torch, compare and verify (TRACE=file)
 	@$(python) -m kvjax replay $(TRACE) $(DEMO_OPTIONS)
 
 test: $(call with,$(EXTRAS)) ## every test but the slow ones; GPU tests skip without a GPU

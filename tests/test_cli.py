@@ -8,7 +8,8 @@ import pytest
 
 import kvjax.__main__ as command
 from kvjax.replay import cli
-from kvjax.replay.kvjax_plane import KvjaxPlane
+from kvjax.replay.kvjax_plane import KvjaxRows
+from kvjax.replay.pooled_plane import PooledPlane
 
 SERVED = ["--requests", "40", "--scale", "64", "--page-size", "4", "--concurrency", "8"]
 SMALL = [*SERVED, "--layers", "2", "--head-dim", "8"]
@@ -47,6 +48,9 @@ def run(*arguments):
         (["--layers", "9" * 400], "must be at least 1, and less than 2**63"),
         (["no-such-trace.jsonl"], "No such file or directory: 'no-such-trace.jsonl'"),
         ([Path(__file__).parent], f"Is a directory: '{Path(__file__).parent}'"),
+        (["--share"], "--share needs --backend both, not jax"),
+        (["--share", "0", "--backend", "both"], "--share 0 must be at least 1"),
+        (["--sweep", "--backend", "torch"], "--sweep moves no rows; leave out --backend torch"),
         (["--plot", "plot.jpg"], "--plot plot.jpg must end in .png"),
         (["--plot", "no-such-folder/plot.png"], "and be in a folder that exists"),
     ],
@@ -91,6 +95,13 @@ def test_plots_say_that_they_need_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     assert run("--plot", tmp_path / "out.png") == 2
     assert "pip install 'kvjax[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["torch", "both"])
+def test_torch_says_that_it_has_to_be_there(capsys, monkeypatch, backend):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert run("--backend", backend) == 2
+    assert f"--backend {backend} needs torch and triton: pip" in capsys.readouterr().err
 
 
 def test_a_sweep_has_a_row_for_each_pool_size(capsys, tmp_path):
@@ -232,8 +243,8 @@ def test_a_wrong_row_fails_the_replay(capsys, trace_path, monkeypatch):
         v[-1, -1, -1, -1] ^= 1
         return k, v
 
-    read = KvjaxPlane.read
-    monkeypatch.setattr(KvjaxPlane, "read", flipped)
+    read = KvjaxRows.read
+    monkeypatch.setattr(KvjaxRows, "read", flipped)
     assert run(trace_path, *TINY) == 1
     printed = capsys.readouterr().out
     assert "WRONG" in printed
@@ -241,9 +252,9 @@ def test_a_wrong_row_fails_the_replay(capsys, trace_path, monkeypatch):
 
 
 def test_a_wrong_sample_stops_the_replay(capsys, trace_path, monkeypatch):
-    read_layer = KvjaxPlane.read_layer
+    read_layer = KvjaxRows.read_layer
     monkeypatch.setattr(
-        KvjaxPlane,
+        KvjaxRows,
         "read_layer",
         lambda self, layer_id, slots: tuple(rows + 1 for rows in read_layer(self, layer_id, slots)),
     )
@@ -260,8 +271,8 @@ def test_control_c_prints_the_summary_so_far(capsys, trace_path, monkeypatch):
             raise KeyboardInterrupt
         return decode(self, *arguments)
 
-    calls, decode = [], KvjaxPlane.decode
-    monkeypatch.setattr(KvjaxPlane, "decode", interrupted)
+    calls, decode = [], PooledPlane.decode
+    monkeypatch.setattr(PooledPlane, "decode", interrupted)
     assert run(trace_path, *TINY) == 130
     printed = capsys.readouterr().out
     assert "requests in 49 steps" in printed

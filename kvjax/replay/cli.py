@@ -12,11 +12,13 @@ from kvjax import presets
 from kvjax.errors import UnsupportedError
 from kvjax.geometry import DTYPE_BYTES, Geometry, fit
 from kvjax.plan import parse_bytes
-from kvjax.replay import jobs, run, trace, workload
+from kvjax.replay import backends, jobs, run, trace, workload
 from kvjax.replay.report import Subject
 from kvjax.replay.scheduler import Settings
 
 _SMALL_MODEL = presets.MHAModel("custom", layers=4, num_kv_heads=2, head_dim=32)
+# Operations. On CPU, lending the memory out and taking it back copies all of it.
+_TURN_LEN = 100
 _SWEEP_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
 
 
@@ -45,6 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--pool", default="256MiB", metavar="SIZE", help="%(default)s")
     memory.add_argument(
         "--host-pool", default="512MiB", metavar="SIZE", help="%(default)s; 0tokens: none"
+    )
+
+    frameworks = parser.add_argument_group("frameworks")
+    frameworks.add_argument(
+        "--backend",
+        default="jax",
+        choices=backends.NAMES,
+        help="who has the rows; both do the same, and are compared bit for bit (%(default)s)",
+    )
+    frameworks.add_argument(
+        "--share",
+        nargs="?",
+        type=int,
+        const=_TURN_LEN,
+        metavar="N",
+        help="with --backend both: on one memory, taking turns of N operations (%(const)s)",
     )
 
     engine = parser.add_argument_group("engine")
@@ -88,9 +106,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
       OSError: a file cannot be read.
       ValueError: an argument or a line of the trace makes no sense.
       UnsupportedError: the model's layers do not all keep KV rows of one shape, or matplotlib is
-        missing.
+        missing, or what the backend needs.
     """
     _check_numbers(args)
+    backend = _backend(args)
     if args.plot is not None:
         _check_plot(args.plot)
     unit_len = jobs.unit_len(args.scale, args.page_size)
@@ -120,7 +139,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     output = run.Output(args.json, args.plot)
     if args.sweep is None:
         checks = run.Checks(args.verify_every, args.seed)
-        return functools.partial(run.replay, subject, geometry, settings, work, checks, output)
+        backends.require(backend)
+        return functools.partial(
+            run.replay, subject, geometry, settings, work, backend, checks, output
+        )
     sizes = [size for size in args.sweep.split(",") if size] or _sizes_around(geometry)
     geometries = [_sized("--sweep", size, one_page) for size in sizes]
     return functools.partial(run.sweep_sizes, subject, geometries, settings, work, output)
@@ -144,9 +166,18 @@ def _check_numbers(args: argparse.Namespace) -> None:
         ("--compact-every", args.compact_every, 0),
         ("--verify-every", args.verify_every, 0),
         ("--layers", args.layers, 1),
+        ("--share", args.share, 1),
     ):
         if value is not None and not least <= value < 2**63:
             raise ValueError(f"{option} {value} must be at least {least}, and less than 2**63")
+
+
+def _backend(args: argparse.Namespace) -> backends.Backend:
+    if args.share is not None and args.backend != "both":
+        raise ValueError(f"--share needs --backend both, not {args.backend}")
+    if args.sweep is not None and args.backend != "jax":
+        raise ValueError(f"--sweep moves no rows; leave out --backend {args.backend}")
+    return backends.Backend(args.backend, args.share)
 
 
 def _model(args: argparse.Namespace) -> presets.Model:

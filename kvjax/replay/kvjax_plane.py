@@ -16,7 +16,7 @@ import kvjax
 from kvjax import allocators, host
 from kvjax.geometry import Geometry, MLAGeometry
 from kvjax.replay import content
-from kvjax.replay.data_plane import page_slots
+from kvjax.replay.data_plane import no_room
 from kvjax.replay.scheduler import Settings
 
 _NOWHERE = -1
@@ -24,34 +24,82 @@ _SMALLEST_BUCKET = 64
 _MOST_WRITTEN = 8192  # tokens written at once: bounds the temporaries and what has to compile
 
 
-class KvjaxPlane:
-    """A ``ReadablePlane`` of a kvjax pool, a page allocator and a host pool."""
+def create(geometry: Geometry, settings: Settings) -> tuple["KvjaxPages", "KvjaxRows"]:
+    """Allocates everything.
 
-    def __init__(self, geometry: Geometry, settings: Settings) -> None:
-        """Allocates everything.
+    Raises:
+      MemoryError: there is no room.
+    """
+    # A host tier without room is never copied to, but no pool is empty.
+    host_slots = max(settings.host_units, 1) * settings.unit_len
+    host_geometry = dataclasses.replace(geometry, num_slots=host_slots)
+    try:
+        rows = KvjaxRows(kvjax.create(geometry), host.create(host_geometry))
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        raise no_room(geometry, host_geometry.bytes, error) from None
+    return KvjaxPages(settings), rows
 
-        Raises:
-          MemoryError: there is no room.
-        """
-        # A host tier without room is never copied to, but no pool is empty.
-        host_slots = max(settings.host_units, 1) * settings.unit_len
-        host_geometry = dataclasses.replace(geometry, num_slots=host_slots)
-        self.planes = geometry.planes
-        self.layers = geometry.layers
-        try:
-            self.pool = kvjax.create(geometry)
-            self.host_pool = host.create(host_geometry)
-        except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            raise MemoryError(
-                f"no room for a pool of {geometry.bytes} bytes and one of {host_geometry.bytes} "
-                f"in the host tier: {error}"
-            ) from None
-        self._allocator = kvjax.PageAllocator.create(geometry.num_slots, geometry.page_size)
-        self._page_size = geometry.page_size
+
+class KvjaxPages:
+    """``Pages`` of a kvjax allocator, of single slots where those are the pages."""
+
+    def __init__(self, settings: Settings) -> None:
+        num_pages, self._page_size = settings.num_pages, settings.page_size
+        self._allocator = (
+            kvjax.SlotAllocator.create(num_pages)
+            if self._page_size == 1
+            else kvjax.PageAllocator.create(num_pages * self._page_size, self._page_size)
+        )
         self._sequences = _bucket(settings.concurrency)
 
-    def prefill(self, prefix_lens, seq_lens, tags, positions) -> np.ndarray:
-        slots = self._allocate(prefix_lens, seq_lens)
+    def extend(self, prefix_lens, seq_lens) -> np.ndarray:
+        total = int((seq_lens - prefix_lens).sum())
+        self._allocator, slots = _extend(
+            self._allocator,
+            _padded(prefix_lens, self._sequences),
+            _padded(seq_lens, self._sequences),
+            num_tokens=_bucket(total),
+        )
+        return _handed_out(slots, total)
+
+    def decode(self, seq_lens, last_slots) -> np.ndarray:
+        self._allocator, slots = _decode(
+            self._allocator,
+            _padded(seq_lens, self._sequences),  # a sequence of length 0 gets no slot
+            _padded(last_slots, self._sequences, _NOWHERE),
+        )
+        return _handed_out(slots, len(seq_lens))
+
+    def free(self, pages) -> None:
+        # One slot of a page frees it.
+        self._allocator = _free(self._allocator, _padded_slots(pages * self._page_size))
+        jax.block_until_ready(self._allocator)
+
+    def clear(self) -> None:
+        self._allocator = _clear(self._allocator)
+
+    def num_free(self) -> int:
+        return int(allocators.available(self._allocator)) // self._page_size
+
+
+class KvjaxRows:
+    """``Rows`` of a kvjax pool and a pool of the host tier.
+
+    Attributes:
+      pool: may be bound to another one of its geometry.
+      host_pool: the host tier, if it is kvjax's.
+    """
+
+    host_pool: kvjax.Pool
+
+    def __init__(self, pool: kvjax.Pool, host_pool: kvjax.Pool | None = None) -> None:
+        self.planes = pool.geometry.planes
+        self.layers = pool.geometry.layers
+        self.pool = pool
+        if host_pool is not None:
+            self.host_pool = host_pool
+
+    def write(self, slots, tags, positions) -> None:
         for start in range(0, len(slots), _MOST_WRITTEN):
             part = slice(start, start + _MOST_WRITTEN)
             size = _bucket(len(slots[part]))
@@ -62,53 +110,34 @@ class KvjaxPlane:
                 _padded(positions[part], size),
             )
         jax.block_until_ready(self.pool)
-        return slots
 
-    def decode(self, seq_lens, last_slots, tags, positions) -> np.ndarray:
-        self.pool, self._allocator, slots = _decode(
-            self.pool,
-            self._allocator,
-            _padded(seq_lens, self._sequences),  # a sequence of length 0 gets no slot
-            _padded(last_slots, self._sequences, _NOWHERE),
-            _padded(tags, self._sequences),
-            _padded(positions, self._sequences),
-        )
-        jax.block_until_ready(self.pool)
-        return _handed_out(slots, len(seq_lens))
-
-    def free(self, pages) -> None:
-        # One slot of a page frees it.
-        self._allocator = _free(self._allocator, _padded_slots(pages * self._page_size))
-        jax.block_until_ready(self._allocator)
-
-    def offload(self, pages, host_slots) -> None:
-        slots = page_slots(pages, self._page_size)
+    def offload(self, slots, host_slots) -> None:
         self.host_pool = _copy(
             self.host_pool, self.pool, _padded_slots(host_slots), _padded_slots(slots)
         )
         jax.block_until_ready(self.host_pool)
 
-    def restore(self, host_slots) -> np.ndarray:
-        length = np.array([len(host_slots)], np.int32)
-        slots = self._allocate(np.zeros_like(length), length)
+    def restore(self, slots, host_slots) -> None:
         self.pool = _copy(
             self.pool, self.host_pool, _padded_slots(slots), _padded_slots(host_slots)
         )
         jax.block_until_ready(self.pool)
-        return slots[:: self._page_size] // self._page_size
 
-    def compact(self, pages) -> None:
-        length = np.array([len(pages) * self._page_size], np.int32)
-        # An allocator as it was created hands out its pages from the first on.
-        self._allocator = _clear(self._allocator)
-        new_slots = self._allocate(np.zeros_like(length), length)
-        slots = page_slots(pages, self._page_size)
-        moved = slots != new_slots
-        self.pool = _move(self.pool, _padded_slots(new_slots[moved]), _padded_slots(slots[moved]))
+    def move(self, dst, src) -> None:
+        self.pool = _move(self.pool, _padded_slots(dst), _padded_slots(src))
         jax.block_until_ready(self.pool)
 
-    def num_free_pages(self) -> int:
-        return int(allocators.available(self._allocator)) // self._page_size
+    def put(self, slots, rows) -> None:
+        """Writes the bits that ``read`` returns."""
+        size = _bucket(len(slots))
+        typed = tuple(
+            np.pad(bits, [(0, 0), (0, size - len(slots)), *[(0, 0)] * (bits.ndim - 2)]).view(
+                plane.dtype
+            )
+            for plane, bits in zip(self.planes, rows, strict=True)
+        )
+        self.pool = _put(self.pool, _padded_slots(slots), typed)
+        jax.block_until_ready(self.pool)
 
     def read_layer(self, layer_id, slots) -> tuple[np.ndarray, ...]:
         return self._bits(
@@ -121,16 +150,6 @@ class KvjaxPlane:
     def read_host(self, host_slots) -> tuple[np.ndarray, ...]:
         rows = _gather(self.host_pool, _padded_slots(host_slots))
         return self._bits(rows, np.s_[:, : len(host_slots)])
-
-    def _allocate(self, prefix_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        total = int((seq_lens - prefix_lens).sum())
-        self._allocator, slots = _extend(
-            self._allocator,
-            _padded(prefix_lens, self._sequences),
-            _padded(seq_lens, self._sequences),
-            num_tokens=_bucket(total),
-        )
-        return _handed_out(slots, total)
 
     def _bits(self, rows: Any, which: Any) -> tuple[np.ndarray, ...]:
         return tuple(
@@ -160,24 +179,19 @@ def _write(pool: kvjax.Pool, slots: jax.Array, tags: jax.Array, positions: jax.A
     return jax.lax.fori_loop(geometry.layers.start, geometry.layers.stop, write_layer, pool)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def _decode(
-    pool: kvjax.Pool,
-    allocator: kvjax.PageAllocator,
-    seq_lens: jax.Array,
-    last_slots: jax.Array,
-    tags: jax.Array,
-    positions: jax.Array,
-) -> tuple[kvjax.Pool, kvjax.PageAllocator, jax.Array]:
-    """A whole step: a slot for each sequence's newest token, and its rows in every layer."""
+@functools.partial(jax.jit, donate_argnums=0)
+def _decode[A: (kvjax.SlotAllocator, kvjax.PageAllocator)](
+    allocator: A, seq_lens: jax.Array, last_slots: jax.Array
+) -> tuple[A, jax.Array]:
+    """A slot for each sequence's newest token."""
     allocator, slots, _ = allocators.decode(allocator, seq_lens, last_slots)
-    return _write(pool, slots, tags, positions), allocator, slots
+    return allocator, slots
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="num_tokens")
-def _extend(
-    allocator: kvjax.PageAllocator, prefix_lens: jax.Array, seq_lens: jax.Array, num_tokens: int
-) -> tuple[kvjax.PageAllocator, jax.Array]:
+def _extend[A: (kvjax.SlotAllocator, kvjax.PageAllocator)](
+    allocator: A, prefix_lens: jax.Array, seq_lens: jax.Array, num_tokens: int
+) -> tuple[A, jax.Array]:
     """Slots for what sequences have beyond prefixes that end with a page."""
     last_slots = jnp.full_like(seq_lens, _NOWHERE)
     allocator, slots, _ = allocators.extend(
@@ -197,6 +211,7 @@ _free = jax.jit(allocators.free, donate_argnums=0)
 _clear = jax.jit(allocators.clear, donate_argnums=0)
 _move = jax.jit(kvjax.move, donate_argnums=0)
 _gather = jax.jit(kvjax.gather)
+_put = jax.jit(kvjax.scatter, donate_argnums=0)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

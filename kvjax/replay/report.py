@@ -5,6 +5,7 @@ from typing import Any
 
 from kvjax.geometry import Geometry
 from kvjax.plan import format_bytes
+from kvjax.replay.both_backends import Comparison
 from kvjax.replay.scheduler import Scheduler
 from kvjax.replay.verify import Verdict
 
@@ -22,7 +23,11 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One replay. ``audit`` is ``None`` where it ended early, and nothing was read back."""
+    """One replay.
+
+    ``audit`` is ``None`` where it ended early, and not everything was read back; ``comparison``,
+    where there was only one backend.
+    """
 
     subject: Subject
     geometry: Geometry
@@ -31,6 +36,7 @@ class Report:
     interrupted: bool
     verdict: Verdict
     audit: dict[str, int] | None
+    comparison: Comparison | None
 
     @property
     def host_bytes(self) -> int:
@@ -68,6 +74,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "rejected_requests": [job.number + 1 for job in scheduler.rejected],
         "seconds": report.seconds,
         "wall_seconds": report.wall_s,
+        "comparison": report.comparison and dataclasses.asdict(report.comparison),
         "pages": report.audit,
         "verification": {"ok": report.verdict.ok, **dataclasses.asdict(report.verdict)},
     }
@@ -124,10 +131,11 @@ def _traffic(report: Report) -> list[tuple[str, str]]:
         ("moved", f"{stats.moved_tokens:,} tokens in {stats.compactions} compactions"),
         (
             "time",
-            f"{report.wall_s:.1f} s, compilation included: "
-            + ", ".join(f"{name} {spent:.1f}" for name, spent in report.seconds.items()),
+            f"{report.wall_s:.1f} s, compilation included: " + _seconds(report.seconds),
         ),
     ]
+    if report.comparison is not None:
+        rows.append(("by backend", _seconds(report.comparison.seconds)))
     if rejected := report.scheduler.rejected:
         shown = ", ".join(f"{job.number + 1}" for job in rejected[:_REJECTED_SHOWN])
         more = ", ..." if len(rejected) > _REJECTED_SHOWN else ""
@@ -140,6 +148,11 @@ def _traffic(report: Report) -> list[tuple[str, str]]:
 def _checks(report: Report) -> list[tuple[str, str]]:
     verdict = report.verdict
     rows = [("sampled", f"{verdict.sampled_rows:,} rows while running")]
+    if (comparison := report.comparison) is not None:
+        compared = f"{comparison.slots:,} slots handed out, {comparison.rows:,} rows, bit for bit"
+        if comparison.turns:
+            compared += f"; one memory, {comparison.turns:,} changes of hands"
+        rows.append(("compared", compared))
     if report.audit is not None:
         free, used, cached, total = (
             report.audit[name] for name in ("free", "used", "cached", "total")
@@ -157,6 +170,12 @@ def _checks(report: Report) -> list[tuple[str, str]]:
         rows.append(("result", "interrupted; nothing was read back"))
     elif verdict.ok:
         rows.append(("result", "verified, bit for bit"))
-    else:
+    elif verdict.wrong_rows:
         rows.append(("result", f"FAILED: {verdict.wrong_rows:,} wrong rows"))
+    else:
+        rows.append(("result", "FAILED"))
     return rows
+
+
+def _seconds(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())

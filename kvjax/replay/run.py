@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.geometry import Geometry
-from kvjax.replay import report, sweep
+from kvjax.replay import backends, report, sweep
+from kvjax.replay.both_backends import BackendsDiffer
 from kvjax.replay.jobs import Job
 from kvjax.replay.progress import Progress
 from kvjax.replay.scheduler import Scheduler, Settings
@@ -42,21 +43,22 @@ def replay(
     geometry: Geometry,
     settings: Settings,
     jobs: Sequence[Job],
+    backend: backends.Backend,
     checks: Checks,
     output: Output,
 ) -> int:
-    """Serves ``jobs`` through kvjax, checks every row, reports; returns the exit code."""
-    from kvjax.replay.kvjax_plane import KvjaxPlane  # loads JAX, which refusing input does not need
-
+    """Serves ``jobs``, checks every row, reports; returns the exit code."""
     start = time.perf_counter()
-    plane = KvjaxPlane(geometry, settings)
+    plane, comparison = backends.create(backend, geometry, settings)
     scheduler = Scheduler(jobs, plane, settings)
     verifier = Verifier(scheduler, plane, checks.seed)
     audit, interrupted = None, False
     try:
-        _serve(scheduler, verifier, checks.every, len(jobs))
+        _serve(scheduler, verifier, checks.every, len(jobs), compares=comparison is not None)
         if verifier.verdict.ok:
             audit = _read_back(scheduler, verifier)
+    except BackendsDiffer as difference:
+        verifier.verdict.messages.append(f"after step {scheduler.stats.steps}, {difference}")
     except KeyboardInterrupt:
         interrupted = True
     result = report.Report(
@@ -67,6 +69,7 @@ def replay(
         interrupted=interrupted,
         verdict=verifier.verdict,
         audit=audit,
+        comparison=comparison,
     )
     _print(report.to_json(result) if output.as_json else report.to_text(result))
     if output.plot_path is not None:
@@ -78,7 +81,9 @@ def replay(
     return 0 if verifier.verdict.ok else _WRONG
 
 
-def _serve(scheduler: Scheduler, verifier: Verifier, verify_every: int, num_jobs: int) -> None:
+def _serve(
+    scheduler: Scheduler, verifier: Verifier, verify_every: int, num_jobs: int, *, compares: bool
+) -> None:
     """Serves everything, or up to the first wrong row."""
     progress = Progress("requests", num_jobs, sys.stderr)
     stats = scheduler.stats
@@ -86,6 +91,8 @@ def _serve(scheduler: Scheduler, verifier: Verifier, verify_every: int, num_jobs
         if verify_every and step % verify_every == 0:
             with stats.timed("sample"):
                 verifier.sample(SAMPLED_ROWS)
+                if compares:
+                    verifier.read_layer()
             if not verifier.verdict.ok:
                 return
         progress.show(

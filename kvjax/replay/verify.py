@@ -2,40 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import numpy as np
 
-from kvjax.geometry import LayerRange, PlaneSpec
 from kvjax.replay import content, live_rows
-from kvjax.replay.data_plane import DataPlane
+from kvjax.replay.data_plane import ReadablePlane
 from kvjax.replay.live_rows import LiveRows
 from kvjax.replay.scheduler import Scheduler
 
 _CHUNK_ROWS = 1024  # tokens read back in one call
 _MESSAGES = 5  # wrong rows that are described, the others are counted
-
-
-class ReadablePlane(DataPlane, Protocol):
-    """A data plane whose rows can be looked at, as bit patterns plane by plane.
-
-    Reads of several layers give ``[layers, len(slots), *row]``.
-    """
-
-    planes: tuple[PlaneSpec, ...]
-    layers: LayerRange
-
-    def read_layer(self, layer_id: int, slots: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The rows of one layer, as a model reads them; ``[len(slots), *row]``."""
-        ...
-
-    def read(self, slots: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The rows of all layers."""
-        ...
-
-    def read_host(self, host_slots: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The rows of all layers in the host tier."""
-        ...
 
 
 @dataclasses.dataclass
@@ -69,11 +45,15 @@ class Verifier:
         if not len(rows):
             return
         rows = rows[self._random.integers(len(rows), size=count)]
-        layer_id = int(self._random.integers(self._plane.layers.start, self._plane.layers.stop))
+        layer_id = self._layer_id()
         found = self._plane.read_layer(layer_id, rows.slots)
         found = tuple(plane[None] for plane in found)
         self._compare("sampled", found, range(layer_id, layer_id + 1), rows)
         self.verdict.sampled_rows += len(rows)
+
+    def read_layer(self) -> None:
+        """Reads all live device rows of a random layer, for a plane that compares what it reads."""
+        self._plane.read_layer(self._layer_id(), live_rows.on_device(self._scheduler).slots)
 
     def read_back(self, progress: Callable[[int], None]) -> None:
         """Checks every live row of both tiers in every layer; ``progress`` gets tokens done."""
@@ -107,6 +87,10 @@ class Verifier:
         if not np.all((owned >= 1) & (owned <= settings.num_pages)):
             self.verdict.messages.append("an owner has a page that is not there")
         return account
+
+    def _layer_id(self) -> int:
+        layers = self._plane.layers
+        return int(self._random.integers(layers.start, layers.stop))
 
     def _compare(
         self, where: str, found: tuple[np.ndarray, ...], layer_ids: range, rows: LiveRows

@@ -6,58 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.geometry import LayerRange, MHAGeometry, MLAGeometry
+from kvjax.geometry import MHAGeometry
 from kvjax.replay import kvjax_plane
 from kvjax.replay.jobs import Job
-from kvjax.replay.kvjax_plane import KvjaxPlane
 from kvjax.replay.null_plane import NullPlane
-from kvjax.replay.scheduler import Scheduler, Settings
+from kvjax.replay.pooled_plane import PooledPlane
+from kvjax.replay.scheduler import Scheduler
 from kvjax.replay.verify import Verifier
-
-ENGINE = Settings(
-    num_pages=20,
-    page_size=4,
-    unit_len=8,
-    host_units=6,
-    concurrency=3,
-    step_ms=10,
-    compact_every=7,
-)
-SIZES = {"num_slots": 80, "page_size": 4, "layers": LayerRange(3, 6)}
-HEADS = {"num_kv_heads": 2, "head_dim": 8}
-LATENT = {"latent_dim": 16, "rope_dim": 4}
-GEOMETRIES = {
-    "mha-bfloat16-float8_e4m3fn": MHAGeometry(
-        **SIZES, **HEADS, dtype="bfloat16", v_dtype="float8_e4m3fn", v_head_dim=6
-    ),
-    "mha-float32": MHAGeometry(**SIZES, **HEADS, dtype="float32"),
-    "mha-float8_e5m2": MHAGeometry(**SIZES, **HEADS, dtype="float8_e5m2"),
-    "mla-bfloat16": MLAGeometry(**SIZES, **LATENT, dtype="bfloat16"),
-    "mla-float16": MLAGeometry(**SIZES, **LATENT, dtype="float16"),
-}
-
-# Rows of real models, which the kernels take.
-WIDE = {
-    "mha": MHAGeometry(**SIZES, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
-    "mha-float8": MHAGeometry(**SIZES, num_kv_heads=8, head_dim=128, dtype="float8_e4m3fn"),
-    "mla": MLAGeometry(**SIZES, latent_dim=512, rope_dim=64, dtype="bfloat16"),
-}
-
-
-def make_jobs(count):
-    """Conversations over a small tree of prefixes, too many for either tier."""
-    random = np.random.default_rng(1)
-    jobs = []
-    for number in range(count):
-        steps = random.integers(0, 2, random.integers(0, 5))
-        units = tuple(int("1" + "".join(map(str, steps[: i + 1]))) for i in range(len(steps)))
-        tail, output_len = random.integers(1, 8), random.integers(1, 12)
-        jobs.append(Job(number, number * 12, len(units) * 8 + int(tail), int(output_len), units))
-    return jobs
+from tests.replay.workloads import ENGINE, GEOMETRIES, HEADS, SIZES, WIDE, make_jobs
 
 
 def serve(geometry, count=60):
-    plane = KvjaxPlane(geometry, ENGINE)
+    plane = PooledPlane(*kvjax_plane.create(geometry, ENGINE), ENGINE.page_size)
     scheduler = Scheduler(make_jobs(count), plane, ENGINE)
     verifier = Verifier(scheduler, plane, seed=0)
     for _ in scheduler.steps():
@@ -99,7 +59,7 @@ def test_an_input_longer_than_one_write(monkeypatch):
     monkeypatch.setattr(kvjax_plane, "_MOST_WRITTEN", 64)
     geometry = MHAGeometry(**SIZES | {"num_slots": 400}, **HEADS, dtype="bfloat16")
     engine = dataclasses.replace(ENGINE, num_pages=100)
-    plane = KvjaxPlane(geometry, engine)
+    plane = PooledPlane(*kvjax_plane.create(geometry, engine), engine.page_size)
     scheduler = Scheduler([Job(0, 0, 301, 3, tuple(range(37)))], plane, engine)
     verifier = Verifier(scheduler, plane, seed=0)
     for _ in scheduler.steps():
@@ -121,7 +81,7 @@ def flip_a_bit(pool, slot):
 def test_one_wrong_bit_in_the_pool_is_found(name):
     plane, scheduler, verifier = serve(GEOMETRIES[name])
     unit = next(scheduler.index.on_device())
-    plane.pool = flip_a_bit(plane.pool, int(unit.pages[0]) * ENGINE.page_size)
+    plane.rows.pool = flip_a_bit(plane.rows.pool, int(unit.pages[0]) * ENGINE.page_size)
     verifier.read_back(lambda tokens: None)
     assert verifier.verdict.wrong_rows == 1
     assert f"layer 5, plane {plane.planes[-1].name}" in verifier.verdict.messages[0]
@@ -130,7 +90,7 @@ def test_one_wrong_bit_in_the_pool_is_found(name):
 def test_one_wrong_bit_in_the_host_tier_is_found():
     plane, scheduler, verifier = serve(GEOMETRIES["mha-float32"])
     unit = next(scheduler.index.on_host())
-    plane.host_pool = flip_a_bit(plane.host_pool, unit.host_unit * ENGINE.unit_len)
+    plane.rows.host_pool = flip_a_bit(plane.rows.host_pool, unit.host_unit * ENGINE.unit_len)
     verifier.read_back(lambda tokens: None)
     assert verifier.verdict.wrong_rows == 1
     assert verifier.verdict.messages[0].startswith("host slot ")
