@@ -198,17 +198,14 @@ def _triton(
         _kernel,
         (num_sequences, chunks, 1),
         (*(x.dtype for x in tensors), constants),
+        (*tensors, out if taken is None else taken, out),
         (
-            *tensors,
-            out if taken is None else taken,
-            out,
             num_sequences,
             new_pages.numel(),
             0 if taken is None else taken.numel(),
             num_tokens,
             *constants,
         ),
-        out.device,
     )
     return out
 

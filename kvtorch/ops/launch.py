@@ -7,9 +7,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 MAX_ROW_ELEMENTS = 65536
 """A program holds at least one row; Triton allows it 2^20 elements."""
+
+FEW_TOKENS = 512
+"""Up to so many tokens each is a program of its own."""
 
 _compiled: dict[Any, Any] = {}
 
@@ -18,8 +22,8 @@ def launch(
     kernel: Any,
     grid: tuple[int, int, int],
     key: Any,
-    arguments: Sequence[Any],
-    device: torch.device,
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[Any],
     num_warps: int = 4,
 ) -> None:
     """Launches ``kernel`` without asking Triton again what it compiled for the same ``key``.
@@ -28,26 +32,34 @@ def launch(
     that a call does (Triton 3.6, host of an H200).
 
     Args:
-      kernel: a ``triton.jit`` function, which calls ``begin(EARLY)`` first.
+      kernel: a ``triton.jit`` function, which calls ``begin(EARLY)`` first. Its parameters are
+        the tensors, the numbers, and ``EARLY``.
       grid: how many programs.
-      key: what tells two compilations apart: dtypes, constants, alignment.
-      arguments: all of the kernel's, constants included, but for the last, ``EARLY``.
-      device: where the tensors are.
+      key: what tells two compilations apart, but for where tensors start: dtypes, constants.
+      tensors: on one device; the first says on which.
+      numbers: constants included.
       num_warps: of each program.
     """
-    index = device.index
+    index = tensors[0].device.index
     if index is not None and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return launch(kernel, grid, key, arguments, device, num_warps)
-    early = _starts_early(index)
-    full_key = (kernel, index, num_warps, key)
+            return launch(kernel, grid, key, tensors, numbers, num_warps)
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    # Triton compiles for what starts where wide loads can, and for what does not.
+    aligned = together % 16 == 0 or tuple([pointer % 16 == 0 for pointer in pointers])
+    full_key = (kernel, index, num_warps, key, aligned)
     compiled = _compiled.get(full_key)
+    early = _starts_early(index)
     if compiled is None:  # always so in Triton's interpreter
         options = {"launch_pdl": True} if early else {}
-        _compiled[full_key] = kernel[grid](*arguments, early, num_warps=num_warps, **options)
+        compiled = kernel[grid](*tensors, *numbers, early, num_warps=num_warps, **options)
+        _compiled[full_key] = compiled
     else:
         stream = torch._C._cuda_getCurrentRawStream(index)
-        compiled[grid](*arguments, early, stream=stream)
+        compiled[grid](*pointers, *numbers, early, stream=stream)
     return None
 
 
@@ -64,21 +76,18 @@ def begin(EARLY: tl.constexpr):
     Source: CUDA's programmatic dependent launch.
     """
     if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-def alignment(*tensors: torch.Tensor) -> Any:
-    """Which tensors start where wide loads can, as part of a key; Triton compiles for either."""
-    together = 0
-    for tensor in tensors:
-        together |= tensor.data_ptr()
-    return together % 16 == 0 or tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 def power_of_two(number: int) -> int:
     """The smallest power of two that is at least ``number``; Triton's own takes 3 us."""
     return 1 << (number - 1).bit_length() if number > 1 else 1
+
+
+def tokens_per_program(num_tokens: int, most: int) -> int:
+    """How many rows a program copies: ``most``, or one where that leaves multiprocessors idle."""
+    return max(1, most) if num_tokens > FEW_TOKENS else 1
 
 
 def why_not(*tensors: torch.Tensor) -> str | None:
@@ -112,12 +121,12 @@ def in_rows(values: torch.Tensor, num_row_dims: int) -> torch.Tensor:
 
 
 @triton.jit
-def divided(values, scale_ptr, scale, KIND: tl.constexpr):
+def divided(values, scale, KIND: tl.constexpr):
     """``values / scale`` in float32, rounded once. KIND: 0 no scale, 1 a number, 2 a tensor."""
     if KIND == 1:
         values = tl.div_rn(values.to(tl.float32), scale)
     elif KIND == 2:
-        values = tl.div_rn(values.to(tl.float32), tl.load(scale_ptr).to(tl.float32))
+        values = tl.div_rn(values.to(tl.float32), tl.load(scale).to(tl.float32))
     return values
 
 

@@ -21,6 +21,7 @@ def read_latent_rope(
     *,
     first_slot: int,
     dtype: torch.dtype | None = None,
+    stored_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the rows at ``slots``, cut behind column ``latent_dim``, cast to ``dtype``.
@@ -34,7 +35,8 @@ def read_latent_rope(
       slots: int32 or int64, ``[n]``, in any order and as often as wanted.
       latent_dim: columns of the first part; the second has the rest, which may be none.
       first_slot: the first slot that is there.
-      dtype: of the result; the plane's if ``None``.
+      dtype: of the result; that of the plane's values if ``None``.
+      stored_dtype: what the plane holds, where it is ``uint8`` that stands for fp8; else its own.
       implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
 
     Raises:
@@ -42,23 +44,28 @@ def read_latent_rope(
 
     Source: TokenSpeed ``get_mla_kv_buffer_triton`` (B-K-2).
     """
-    dtype = plane.dtype if dtype is None else dtype
-    return _op(plane, layer, slots, latent_dim, first_slot, dtype, implementation)
+    stored_dtype = plane.dtype if stored_dtype is None else stored_dtype
+    dtype = stored_dtype if dtype is None else dtype
+    return _op(plane, layer, slots, latent_dim, first_slot, dtype, stored_dtype, implementation)
 
 
-def _run(plane, layer, slots, latent_dim, first_slot, dtype, implementation=None):
+def _run(plane, layer, slots, latent_dim, first_slot, dtype, stored_dtype, implementation=None):
+    plane = plane if stored_dtype == plane.dtype else plane.view(stored_dtype)
     run = select("read_latent_rope", IMPLEMENTATIONS, implementation, plane)
     return run(plane, layer, slots, latent_dim, first_slot, dtype)
 
 
-def _empty(plane, layer, slots, latent_dim, first_slot, dtype, implementation=None):
-    widths = (latent_dim, plane.shape[-1] - latent_dim)
-    return tuple(plane.new_empty((slots.shape[0], 1, width), dtype=dtype) for width in widths)
+def _empty(plane, layer, slots, latent_dim, first_slot, dtype, *_):
+    rope_dim, device = plane.shape[-1] - latent_dim, plane.device
+    return (
+        torch.empty((slots.shape[0], 1, latent_dim), dtype=dtype, device=device),
+        torch.empty((slots.shape[0], 1, rope_dim), dtype=dtype, device=device),
+    )
 
 
 _op = library.define(
     "read_latent_rope(Tensor plane, int layer, Tensor slots, int latent_dim, int first_slot, "
-    "ScalarType dtype, str? implementation=None) -> (Tensor, Tensor)",
+    "ScalarType dtype, ScalarType stored_dtype, str? implementation=None) -> (Tensor, Tensor)",
     _run,
     _empty,
 )
@@ -81,13 +88,13 @@ def reference(
 @triton.jit(do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot"])
 def _kernel(
     slots,
+    plane,
+    latent,
+    rope,
     layer,
     num_tokens,
     num_rows,
     first_slot,
-    plane,
-    latent,
-    rope,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
@@ -124,31 +131,20 @@ def _triton(
     first_slot: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, slots = slots.shape[0], slots.contiguous()
     latent, rope = _empty(plane, layer, slots, latent_dim, first_slot, dtype)
+    num_tokens = slots.shape[0]
     if not num_tokens:
         return latent, rope
-    widths = (latent_dim, plane.shape[-1] - latent_dim)
-    blocks = [launch.power_of_two(width) for width in widths]
-    tokens = max(1, min(TILE // max(blocks), launch.power_of_two(num_tokens)))
+    rope_dim = plane.shape[-1] - latent_dim
+    latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)
+    tokens = launch.tokens_per_program(num_tokens, TILE // max(latent_block, rope_block))
+    constants = (latent_dim, rope_dim, latent_block, rope_block, tokens)
     launch.launch(
         _kernel,
         (-(-num_tokens // tokens), 1, 1),
-        (slots.dtype, plane.dtype, dtype, *widths, tokens, launch.alignment(slots, plane)),
-        (
-            slots,
-            layer,
-            num_tokens,
-            plane.shape[1],
-            first_slot,
-            plane,
-            latent,
-            rope,
-            *widths,
-            *blocks,
-            tokens,
-        ),
-        slots.device,
+        (slots.dtype, plane.dtype, dtype, constants),
+        (slots.contiguous(), plane, latent, rope),
+        (layer, num_tokens, plane.shape[1], first_slot, *constants),
     )
     return latent, rope
 

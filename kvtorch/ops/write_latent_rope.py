@@ -24,6 +24,7 @@ def write_latent_rope(
     rope: torch.Tensor,
     *,
     first_slot: int,
+    dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> None:
     """Stores ``latent[t]``, then ``rope[t]``, each narrowed by itself, as the row at ``slots[t]``.
@@ -37,6 +38,7 @@ def write_latent_rope(
       slots: int32 or int64, ``[n]``.
       latent, rope: ``[n, 1, _]`` or ``[n, _]``, of any float dtypes and row strides.
       first_slot: the first slot that is there.
+      dtype: what the plane holds, where it is ``uint8`` that stands for fp8; else its own.
       implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
 
     Raises:
@@ -44,17 +46,18 @@ def write_latent_rope(
 
     Source: SGLang 0.4.8 ``set_mla_kv_buffer_triton`` (A-MLA-1, A-MLA-2), its faults excepted.
     """
-    _op(plane, layer, slots, latent, rope, first_slot, implementation)
+    _op(plane, layer, slots, latent, rope, first_slot, dtype, implementation)
 
 
-def _run(plane, layer, slots, latent, rope, first_slot, implementation=None) -> None:
+def _run(plane, layer, slots, latent, rope, first_slot, dtype=None, implementation=None) -> None:
+    plane = plane if dtype is None else plane.view(dtype)
     run = select("write_latent_rope", IMPLEMENTATIONS, implementation, plane)
     run(plane, layer, slots, latent, rope, first_slot)
 
 
 _op = library.define(
     "write_latent_rope(Tensor(a!) plane, int layer, Tensor slots, Tensor latent, Tensor rope, "
-    "int first_slot, str? implementation=None) -> ()",
+    "int first_slot, ScalarType? dtype=None, str? implementation=None) -> ()",
     _run,
 )
 
@@ -76,14 +79,14 @@ def reference(
 @triton.jit(do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot"])
 def _kernel(
     slots,
+    plane,
+    latent,
+    rope,
     layer,
     num_tokens,
     num_rows,
     first_slot,
-    plane,
-    latent,
     latent_stride: tl.int64,
-    rope,
     rope_stride: tl.int64,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -96,21 +99,22 @@ def _kernel(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     of_batch = token < num_tokens
     slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
-    there = (of_batch & (slot >= first_slot) & (slot < num_rows))[:, None]
-    row = plane + ((layer * num_rows + slot) * (LATENT + ROPE))[:, None]
-    dtype = plane.dtype.element_ty
+    # Loading does not wait for the slots.
     column = tl.arange(0, LATENT_BLOCK)[None, :]
+    mask = of_batch[:, None] & (column < LATENT)
+    latent_row = tl.load(latent + (token * latent_stride)[:, None] + column, mask=mask)
     rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
-    latent_mask = there & (column < LATENT)
-    rope_mask = there & (rope_column < ROPE)
-    latent_row = tl.load(latent + (token * latent_stride)[:, None] + column, mask=latent_mask)
-    rope_row = tl.load(rope + (token * rope_stride)[:, None] + rope_column, mask=rope_mask)
+    mask = of_batch[:, None] & (rope_column < ROPE)
+    rope_row = tl.load(rope + (token * rope_stride)[:, None] + rope_column, mask=mask)
+    dtype = plane.dtype.element_ty
     if latent.dtype.element_ty != dtype:
         latent_row = launch.narrowed(latent_row, dtype)
     if rope.dtype.element_ty != dtype:
         rope_row = launch.narrowed(rope_row, dtype)
-    tl.store(row + column, latent_row, mask=latent_mask)
-    tl.store(row + LATENT + rope_column, rope_row, mask=rope_mask)
+    there = (of_batch & (slot >= first_slot) & (slot < num_rows))[:, None]
+    row = plane + ((layer * num_rows + slot) * (LATENT + ROPE))[:, None]
+    tl.store(row + column, latent_row, mask=there & (column < LATENT))
+    tl.store(row + LATENT + rope_column, rope_row, mask=there & (rope_column < ROPE))
 
 
 def _triton(
@@ -121,40 +125,23 @@ def _triton(
     rope: torch.Tensor,
     first_slot: int,
 ) -> None:
-    num_tokens, slots = slots.shape[0], slots.contiguous()
+    num_tokens = slots.shape[0]
     if not num_tokens:
         return
     latent = launch.in_rows(latent, latent.dim() - 1)
     rope = launch.in_rows(rope, rope.dim() - 1)
-    strides = (latent.stride(0), rope.stride(0))
-    widths = (latent.shape[-1], rope.shape[-1])
-    blocks = [launch.power_of_two(width) for width in widths]
-    tokens = max(1, min(TILE // max(blocks), launch.power_of_two(num_tokens)))
-    key = (
-        (slots.dtype, plane.dtype, latent.dtype, rope.dtype, *widths, tokens),
-        (strides[0] % 16, strides[1] % 16, strides[0] == 1, strides[1] == 1),
-        launch.alignment(slots, plane, latent, rope),
-    )
+    latent_stride, rope_stride = latent.stride(0), rope.stride(0)
+    latent_dim, rope_dim = latent.shape[-1], rope.shape[-1]
+    latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)
+    tokens = launch.tokens_per_program(num_tokens, TILE // max(latent_block, rope_block))
+    alike = (latent_stride % 16, rope_stride % 16, latent_stride == 1, rope_stride == 1)
+    constants = (latent_dim, rope_dim, latent_block, rope_block, tokens)
     launch.launch(
         _kernel,
         (-(-num_tokens // tokens), 1, 1),
-        key,
-        (
-            slots,
-            layer,
-            num_tokens,
-            plane.shape[1],
-            first_slot,
-            plane,
-            latent,
-            strides[0],
-            rope,
-            strides[1],
-            *widths,
-            *blocks,
-            tokens,
-        ),
-        slots.device,
+        (slots.dtype, plane.dtype, latent.dtype, rope.dtype, alike, constants),
+        (slots.contiguous(), plane, latent, rope),
+        (layer, num_tokens, plane.shape[1], first_slot, latent_stride, rope_stride, *constants),
     )
 
 

@@ -31,6 +31,7 @@ def write_rows(
     *,
     first_slot: int,
     scales: Sequence[Scale] | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
     implementation: str | None = None,
 ) -> None:
     """Stores row t of ``rows``, narrowed to the plane's dtype, at ``slots[t]`` in every plane.
@@ -47,6 +48,7 @@ def write_rows(
       first_slot: the first slot that is there.
       scales: for each plane what its values are divided by before they are cast, a number or a
         float32 tensor of one element on the planes' device; ``None`` for nothing.
+      dtypes: what the planes hold, where they are ``uint8`` that stands for fp8; else their own.
       implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
 
     Raises:
@@ -54,50 +56,29 @@ def write_rows(
 
     Source: SGLang 0.4.8 ``MHATokenToKVPool.set_kv_buffer`` (A-MHA-14), ``transfer`` (A-MHA-10).
     """
-    both = (*planes[1:], *rows[1:]) or (None, None)
-    scaled = scales is not None and any(scale is not None for scale in scales)
-    # What has its default costs nothing on the way through torch's dispatcher.
-    rest = (*_by_type(scales), implementation) if scaled or implementation else ()
-    _op(planes[0], slots, rows[0], first_slot, layer, *both, *rest)
-
-
-def _by_type(scales: Sequence[Scale] | None) -> tuple[Any, ...]:
-    """Of K and V, the scales that are numbers, and those that are tensors."""
-    pair = (*(scales or ()), None, None)[:2]
-    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in pair]
-    numbers = [
-        scale if tensor is None else None for scale, tensor in zip(pair, tensors, strict=True)
-    ]
-    return *numbers, *tensors
+    scaled = () if scales is None or not any(scale is not None for scale in scales) else scales
+    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scaled]
+    numbers = [None if isinstance(scale, torch.Tensor) else scale for scale in scaled]
+    _op(planes, layer, slots, rows, first_slot, numbers, tensors, dtypes, implementation)
 
 
 def _run(
-    k,
-    slots,
-    k_rows,
-    first_slot,
-    layer=None,
-    v=None,
-    v_rows=None,
-    k_scale=None,
-    v_scale=None,
-    k_scale_tensor=None,
-    v_scale_tensor=None,
-    implementation=None,
+    planes, layer, slots, rows, first_slot, numbers, tensors, dtypes=None, implementation=None
 ) -> None:
-    planes, rows = ((k,), (k_rows,)) if v is None else ((k, v), (k_rows, v_rows))
+    if dtypes is not None:
+        planes = [plane.view(dtype) for plane, dtype in zip(planes, dtypes, strict=True)]
+    scales = [None] * len(planes)
+    if numbers:
+        pairs = zip(numbers, tensors, strict=True)
+        scales = [number if tensor is None else tensor for number, tensor in pairs]
     run = select("write_rows", IMPLEMENTATIONS, implementation, planes)
-    scales = (
-        k_scale if k_scale_tensor is None else k_scale_tensor,
-        v_scale if v_scale_tensor is None else v_scale_tensor,
-    )
-    run(planes, layer, slots, rows, first_slot, scales[: len(planes)])
+    run(planes, layer, slots, rows, first_slot, scales)
 
 
 _op = library.define(
-    "write_rows(Tensor(a!) k, Tensor slots, Tensor k_rows, int first_slot, int? layer=None, "
-    "Tensor(b!)? v=None, Tensor? v_rows=None, float? k_scale=None, float? v_scale=None, "
-    "Tensor? k_scale_tensor=None, Tensor? v_scale_tensor=None, str? implementation=None) -> ()",
+    "write_rows(Tensor(a!)[] planes, int? layer, Tensor slots, Tensor[] rows, int first_slot, "
+    "float?[] numbers, Tensor?[] tensors, ScalarType[]? dtypes=None, str? implementation=None) "
+    "-> ()",
     _run,
 )
 
@@ -123,72 +104,63 @@ def reference(
 
 @triton.jit
 def _write(
-    plane,
-    rows,
-    layer_stride,
-    stride,
-    scale_ptr,
-    scale,
-    turn,
-    token,
-    row,
-    there,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SCALE: tl.constexpr,
-):
+    plane, rows, layer_stride, stride, scale, turn, token, of_batch, row, there,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)[None, :]
-    mask = there[:, None] & (column < WIDTH)
+    # Loading does not wait for the slots.
     source = rows + turn * layer_stride + (token * stride)[:, None] + column
-    values = tl.load(source, mask=mask)
+    values = tl.load(source, mask=of_batch[:, None] & (column < WIDTH))
     if rows.dtype.element_ty != plane.dtype.element_ty:
-        values = launch.divided(values, scale_ptr, scale, SCALE)
+        values = launch.divided(values, scale, SCALE)
         values = launch.narrowed(values, plane.dtype.element_ty)
-    tl.store(plane + (row * WIDTH)[:, None] + column, values, mask=mask)
+    target = plane + (row * WIDTH)[:, None] + column
+    tl.store(target, values, mask=there[:, None] & (column < WIDTH))
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot"])
+@triton.jit(
+    do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot", "k_scale", "v_scale"]
+)
 def _kernel(
     slots,
+    k_plane,
+    k_rows,
+    v_plane,
+    v_rows,
     layer,
     num_tokens,
     num_rows,
     first_slot,
-    k_plane,
-    k_rows,
     k_layer_stride: tl.int64,
     k_stride: tl.int64,
-    k_scale_ptr,
-    k_scale: tl.float32,
-    v_plane,
-    v_rows,
+    k_scale,
     v_layer_stride: tl.int64,
     v_stride: tl.int64,
-    v_scale_ptr,
-    v_scale: tl.float32,
+    v_scale,
     K_WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
-    there = (slot >= first_slot) & (slot < num_rows) & (token < num_tokens)
+    of_batch = token < num_tokens
+    slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
+    there = of_batch & (slot >= first_slot) & (slot < num_rows)
     turn = tl.program_id(2).to(tl.int64)
     row = (layer + turn) * num_rows + slot
     if tl.program_id(1) == 0:
         _write(
-            k_plane, k_rows, k_layer_stride, k_stride, k_scale_ptr, k_scale,
-            turn, token, row, there, K_WIDTH, BLOCK, K_SCALE,
+            k_plane, k_rows, k_layer_stride, k_stride, k_scale, turn, token, of_batch, row, there,
+            K_WIDTH, BLOCK, K_SCALE,
         )  # fmt: skip
     else:
         _write(
-            v_plane, v_rows, v_layer_stride, v_stride, v_scale_ptr, v_scale,
-            turn, token, row, there, V_WIDTH, BLOCK, V_SCALE,
+            v_plane, v_rows, v_layer_stride, v_stride, v_scale, turn, token, of_batch, row, there,
+            V_WIDTH, BLOCK, V_SCALE,
         )  # fmt: skip
 
 
@@ -200,56 +172,38 @@ def _triton(
     first_slot: int,
     scales: Sequence[Scale],
 ) -> None:
-    num_tokens, slots = slots.shape[0], slots.contiguous()
+    num_tokens = slots.shape[0]
     if not num_tokens:
         return
-    sides = [
-        _side(plane, new, scale, layer is None, slots)
-        for plane, new, scale in zip(planes, rows, scales, strict=True)
-    ]
-    (k, k_key), (v, v_key) = sides[0], sides[-1]
-    k_width, v_width = planes[0].stride(1), planes[-1].stride(1)
+    # One plane stands for both, and has one program in the grid.
+    k, v = planes[0], planes[-1]
+    k_width, v_width = k.stride(1), v.stride(1)
+    k_rows, *k_numbers, k_key = _source(k, rows[0], scales[0], layer is None)
+    v_rows, *v_numbers, v_key = _source(v, rows[-1], scales[-1], layer is None)
     block = launch.power_of_two(max(k_width, v_width))
-    tokens = max(1, min(TILE // block, launch.power_of_two(num_tokens)))
-    aligned = launch.alignment(slots, k[0], k[1], v[0], v[1], k[4], v[4])
+    tokens = launch.tokens_per_program(num_tokens, TILE // block)
+    constants = (k_width, v_width, k_key[0], v_key[0], block, tokens)
     launch.launch(
         _kernel,
-        (-(-num_tokens // tokens), len(planes), planes[0].shape[0] if layer is None else 1),
-        (slots.dtype, k_key, v_key, k_width, v_width, tokens, aligned),
-        (
-            slots,
-            layer or 0,
-            num_tokens,
-            planes[0].shape[1],
-            first_slot,
-            *k,
-            *v,
-            k_width,
-            v_width,
-            block,
-            tokens,
-            k_key[-1],
-            v_key[-1],
-        ),
-        slots.device,
+        (-(-num_tokens // tokens), len(planes), k.shape[0] if layer is None else 1),
+        (slots.dtype, k.dtype, v.dtype, k_key, v_key, constants),
+        (slots.contiguous(), k, k_rows, v, v_rows),
+        (layer or 0, num_tokens, k.shape[1], first_slot, *k_numbers, *v_numbers, *constants),
     )
 
 
-def _side(plane, new, scale, all_layers, slots) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The kernel's arguments for one plane, and what of them it is compiled for."""
-    new = launch.in_rows(new, plane.dim() - 2)
-    layer_stride, stride = new.stride()[:2] if all_layers else (0, new.stride(0))
-    kind, number, tensor = _NO_SCALE, 1.0, slots
-    if scale is not None and new.dtype != plane.dtype:
-        if isinstance(scale, torch.Tensor):
-            kind, tensor = _TENSOR, scale
-        else:
-            kind, number = _NUMBER, scale
-    alike = (layer_stride % 16, stride % 16, layer_stride == 1, stride == 1)
-    return (
-        (plane, new, layer_stride, stride, tensor, number),
-        (plane.dtype, new.dtype, tensor.dtype, alike, kind),
-    )
+def _source(plane, rows, scale, all_layers) -> tuple[Any, ...]:
+    """One plane's rows, their strides, their scale, and what of these a kernel is compiled for."""
+    rows = launch.in_rows(rows, plane.dim() - 2)
+    layer_stride, stride = rows.stride()[:2] if all_layers else (0, rows.stride(0))
+    if scale is None or rows.dtype == plane.dtype:
+        kind, scale = _NO_SCALE, 1.0
+    elif isinstance(scale, torch.Tensor):
+        kind = _TENSOR
+    else:
+        kind = _NUMBER
+    alike = (layer_stride % 16, layer_stride == 1, stride % 16, stride == 1)
+    return rows, layer_stride, stride, scale, (kind, rows.dtype, alike)
 
 
 def _triton_why_not(planes) -> str | None:

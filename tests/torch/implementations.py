@@ -29,7 +29,8 @@ SETTINGS = {
 
 KV, BYTES, LONG, ODD = cases.KV, cases.BYTES, cases.LONG, cases.ODD
 FP8 = (((2, 24), "float8_e4m3fn"), ((1, 16), "float8_e5m2"))
-SMALL_TILES = tuple((f"{op}.TILE", 64) for op in ("write_rows", "move_rows"))
+SMALL_TILES = (("launch.FEW_TOKENS", 0), ("write_rows.TILE", 64), ("move_rows.TILE", 64))
+SEVERAL_A_PROGRAM = (("launch.FEW_TOKENS", 0),)
 REFERENCE = [
     *(Case(KV, num_tokens) for num_tokens in (0, 1, 7, 64)),
     *(Case(KV, 7, layer) for layer in (None, 0)),
@@ -64,6 +65,7 @@ REFERENCE_LATENT = [
 ]
 FEW_LATENT = [
     *(latent(64, 32, "float32", num_tokens) for num_tokens in (0, 1, 13)),
+    latent(64, 32, "float32", 13, TRACED, SEVERAL_A_PROGRAM),
     latent(528, 128, "uint8", 3),
     latent(100, 28, "float8_e4m3fn", 7),
     latent(16, 0, "float32", 3),

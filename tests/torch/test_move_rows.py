@@ -30,9 +30,9 @@ from tests.torch.tensors import to_numpy
 # staged together or one after the other.
 HELD = (("move_rows.HELD_TOKENS", 3),)
 FEW_COLUMNS = (("move_rows.HELD_BYTES", 8), ("move_rows.SECTOR_BYTES", 8))
-STAGED = (("move_rows.HELD_TOKENS", 0), ("move_rows.TILE", 64))
-BY_LAYER = (("move_rows.STAGING_BYTES", 1), *STAGED)
-BY_TWO_LAYERS = (("move_rows.STAGING_BYTES", 2 * 7 * 64), *STAGED)
+STAGED = (("move_rows.HELD_TOKENS", 0), ("staged_move.TILE", 64))
+BY_LAYER = (("staged_move.STAGING_BYTES", 1), *STAGED)
+BY_TWO_LAYERS = (("staged_move.STAGING_BYTES", 2 * 7 * 64), *STAGED)
 UNLIKE = (((1, 64), "bfloat16"), ((4, 256), "bfloat16"))  # more columns of V than of K
 REFERENCE = [
     *(Case(KV, num_tokens, None) for num_tokens in (0, 1, 7, 64)),
