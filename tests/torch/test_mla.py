@@ -110,6 +110,13 @@ def test_get_mla_kv_buffer_copies_the_two_parts(dtype, to, device):
         pool.get_mla_kv_buffer(Layer(4), slots(4, 3, device=device))
 
 
+def test_a_kv_6_the_padding_page_reads_as_zeros_whatever_is_there():
+    pool, _ = junk_pool(MLA)
+    pool.planes[0].fill_(1)
+    for part in pool.get_mla_kv_buffer(Layer(3), slots(3, 4)):
+        assert not part[0].any() and part[1].all()
+
+
 ONES = torch.ones((3, 1, 20))
 LATENT, ROPE = ONES[..., :16], ONES[..., :4]
 GOOD = {"loc": slots(4, 5, 6), "cache_k_nope": LATENT, "cache_k_rope": ROPE}

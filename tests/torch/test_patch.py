@@ -146,6 +146,7 @@ def test_every_module_that_took_a_class_has_ours(install):
     pool = runner.MHATokenToKVPool(8, 4, torch.float16, 1, 4, 1, "cpu", False)
     assert isinstance(pool, other.MHATokenToKVPool) and isinstance(pool, theirs["KVCache"])
     assert not isinstance(pool, theirs["MLATokenToKVPool"])
+    assert all(issubclass(getattr(kvtorch.sglang, name), theirs[name]) for name in BASES)
     slots = runner.TokenToKVPoolAllocator(8, torch.float16, "cpu", pool)
     assert isinstance(slots, theirs["BaseTokenToKVPoolAllocator"])
 
