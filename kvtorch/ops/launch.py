@@ -100,8 +100,6 @@ def why_not(*tensors: torch.Tensor) -> str | None:
 
 def why_not_rows(planes: Sequence[torch.Tensor]) -> str | None:
     """Why no kernel over whole rows of these planes can run, or ``None``."""
-    if len(planes) > 2:
-        return f"takes one or two planes, not {len(planes)}"
     for plane in planes:
         if plane.stride(1) > MAX_ROW_ELEMENTS:
             return f"takes rows of up to {MAX_ROW_ELEMENTS} elements, not {plane.stride(1)}"

@@ -42,6 +42,9 @@ def move_rows(
 ) -> None:
     """Stores, for every t at once, the old row ``src[t]`` at ``dst[t]``, in every layer and plane.
 
+    One launch moves two planes, of any number of layers; beyond 4 096 rows that may overlap it
+    takes several.
+
     All sources are read before any row is written: chains, swaps and cycles come out right. Bits
     are preserved. A ``dst`` that is not there is skipped, a ``src`` that is not there is a row of
     zeros. Those of ``dst`` that are there are distinct, as in ``write_rows``.
@@ -155,16 +158,26 @@ def _triton(
     first_slot: int,
     disjoint: bool,
 ) -> None:
-    num_tokens = dst.shape[0]
-    if not num_tokens:
+    if not dst.shape[0]:
         return
     dst, src = dst.contiguous(), src.contiguous()
-    if not disjoint and num_tokens > HELD_TOKENS:
-        staged_move.move(planes, dst, src, first_slot)
-        return
+    for i in range(0, len(planes), 2):
+        if disjoint or dst.shape[0] <= HELD_TOKENS:
+            _move(planes[i : i + 2], dst, src, first_slot, disjoint)
+        else:
+            staged_move.move(planes[i : i + 2], dst, src, first_slot)
+
+
+def _move(
+    planes: Sequence[torch.Tensor],
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    first_slot: int,
+    disjoint: bool,
+) -> None:
     # One plane stands for both, and has its own programs only.
     k, v = planes[0], planes[-1]
-    num_layers, num_rows = k.shape[:2]
+    num_tokens, (num_layers, num_rows) = dst.shape[0], k.shape[:2]
     sizes = (k.stride(1), k.itemsize, v.stride(1), v.itemsize)
     if disjoint:
         constants, num_warps = _by_rows(*sizes), WARPS

@@ -38,10 +38,10 @@ def write_rows(
 
     Values narrow as ``narrow`` says; those of a plane's dtype keep their bits. A slot below
     ``first_slot`` or past the end is not written; no other memory changes. Slots that are there are
-    distinct: one that repeats may end up with pieces of several rows.
+    distinct: one that repeats may end up with pieces of several rows. One launch writes two planes.
 
     Args:
-      planes: one or two, ``[layers, rows, *row]``, contiguous, changed in place.
+      planes: ``[layers, rows, *row]``, contiguous, changed in place.
       layer: position of the layer; ``None`` for all.
       slots: int32 or int64, ``[n]``.
       rows: for each plane ``[n, *row]``, or ``[layers, n, *row]`` for all layers; never changed.
@@ -172,12 +172,25 @@ def _triton(
     first_slot: int,
     scales: Sequence[Scale],
 ) -> None:
-    num_tokens = slots.shape[0]
-    if not num_tokens:
+    if not slots.shape[0]:
         return
+    slots = slots.contiguous()
+    for i in range(0, len(planes), 2):
+        pair = slice(i, i + 2)
+        _write_pair(planes[pair], layer, slots, rows[pair], first_slot, scales[pair])
+
+
+def _write_pair(
+    planes: Sequence[torch.Tensor],
+    layer: int | None,
+    slots: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    first_slot: int,
+    scales: Sequence[Scale],
+) -> None:
     # One plane stands for both, and has one program in the grid.
     k, v = planes[0], planes[-1]
-    k_width, v_width = k.stride(1), v.stride(1)
+    num_tokens, k_width, v_width = slots.shape[0], k.stride(1), v.stride(1)
     k_rows, *k_numbers, k_key = _source(k, rows[0], scales[0], layer is None)
     v_rows, *v_numbers, v_key = _source(v, rows[-1], scales[-1], layer is None)
     block = launch.power_of_two(max(k_width, v_width))
@@ -187,7 +200,7 @@ def _triton(
         _kernel,
         (-(-num_tokens // tokens), len(planes), k.shape[0] if layer is None else 1),
         (slots.dtype, k.dtype, v.dtype, k_key, v_key, constants),
-        (slots.contiguous(), k, k_rows, v, v_rows),
+        (slots, k, k_rows, v, v_rows),
         (layer or 0, num_tokens, k.shape[1], first_slot, *k_numbers, *v_numbers, *constants),
     )
 

@@ -28,26 +28,27 @@ SETTINGS = {
 }
 
 KV, BYTES, LONG, ODD = cases.KV, cases.BYTES, cases.LONG, cases.ODD
+THREE = (((1, 8), "float16"), ((3, 4), "float32"), ((1, 16), "float8_e5m2"))
 FP8 = (((2, 24), "float8_e4m3fn"), ((1, 16), "float8_e5m2"))
 SMALL_TILES = (("launch.FEW_TOKENS", 0), ("write_rows.TILE", 64), ("move_rows.TILE", 64))
 SEVERAL_A_PROGRAM = (("launch.FEW_TOKENS", 0),)
 REFERENCE = [
     *(Case(KV, num_tokens) for num_tokens in (0, 1, 7, 64)),
     *(Case(KV, 7, layer) for layer in (None, 0)),
-    *(Case(rows, 7) for rows in (BYTES, FP8, LONG, *ODD)),
+    *(Case(rows, 7) for rows in (BYTES, FP8, THREE, LONG, *ODD)),
     *(Case(rows, 13, None) for rows in (FP8, ODD[0])),
 ]
 FEW = [  # for Triton's interpreter
     *(Case(KV, num_tokens) for num_tokens in (0, 1, 13)),
     Case(KV, 7, None),
     Case(KV, 13, None, SMALL_TILES),
-    Case(FP8, 7),
+    *(Case(rows, 7) for rows in (FP8, THREE)),
     *(Case(rows, 7, 1) for rows in (BYTES, LONG, *ODD)),
 ]
 FOR_GPU = [  # few, because each takes most of a second to compile
     *(Case(KV, num_tokens) for num_tokens in (0, 1, 61)),
     Case(KV, 2053, None),
-    Case(FP8, 1291),
+    *(Case(rows, 1291) for rows in (FP8, THREE)),
     Case(LONG, 33, None),
     Case(ODD[0], 127),
 ]

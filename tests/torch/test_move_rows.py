@@ -17,6 +17,7 @@ from tests.torch.implementations import (
     FP8,
     NAMES,
     ODD,
+    THREE,
     call,
     device_of,
     for_examples,
@@ -40,19 +41,19 @@ REFERENCE = [
 ]
 INTERPRETED = [
     *(Case(KV, num_tokens, None) for num_tokens in (0, 1, 13)),
-    *(Case(rows, 7, None) for rows in (BYTES, FP8, LONG, *ODD)),
+    *(Case(rows, 7, None) for rows in (BYTES, FP8, THREE, LONG, *ODD)),
     *(Case(KV, num_tokens, None, HELD) for num_tokens in (3, 4)),
     Case(KV, 7, None, FEW_COLUMNS),
     *(Case(rows, 7, None, FEW_COLUMNS) for rows in (ODD[0], BYTES)),
     Case(KV, 7, None, STAGED),
-    *(Case(rows, 3, None, STAGED) for rows in (LONG, *ODD)),
+    *(Case(rows, 3, None, STAGED) for rows in (THREE, LONG, *ODD)),
     Case(FP8, 3, None, BY_LAYER),
     Case(KV, 7, None, BY_TWO_LAYERS, num_layers=3),
 ]
 FOR_GPU = [
     *(Case(KV, num_tokens, None) for num_tokens in (0, 1, 61, 64, 65)),
     Case(WIDE, 61, None),
-    Case(UNLIKE, 131, None),
+    *(Case(rows, 131, None) for rows in (UNLIKE, THREE)),
     Case(LONG, 131, None),
     *(Case(ODD[0], num_tokens, None, (("move_rows.HELD_TOKENS", 60),)) for num_tokens in (60, 61)),
     Case(FP8, 131, None, BY_LAYER),
@@ -203,7 +204,5 @@ def test_an_implementation_that_cannot_run_says_why():
     plane, dst, src = torch.zeros(1, 9, 4), torch.tensor([4]), torch.tensor([5])
     with pytest.raises(UnsupportedError, match=r"triton: needs .*CUDA device.* on cpu"):
         move_rows([plane], dst, src, first_slot=4, implementation="triton")
-    with pytest.raises(UnsupportedError, match="triton: takes one or two planes, not 3"):
-        move_rows([plane] * 3, dst, src, first_slot=4, implementation="triton")
     with pytest.raises(ValueError, match="no implementation 'cuda'; it has triton, reference"):
         move_rows([plane], dst, src, first_slot=4, implementation="cuda")
