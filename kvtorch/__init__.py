@@ -11,7 +11,7 @@ _NAMES = {
     "kvjax.errors": "GeometryError UnsupportedError",
     "kvtorch.allocators": "PagedTokenToKVPoolAllocator TokenToKVPoolAllocator",
     "kvtorch.interop": "adopt",
-    "kvtorch.patch": "patch",
+    "kvtorch.patching": "patch",
     "kvtorch.pools.mha": "MHATokenToKVPool",
     "kvtorch.pools.mla": "MLATokenToKVPool",
     "kvtorch.request_table": "ReqToTokenPool",

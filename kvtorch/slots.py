@@ -40,14 +40,16 @@ def check(
 ) -> None:
     """In checks mode, raises if a slot is not there or, on request, if one repeats.
 
-    Looking at slots on a GPU waits for it, which capturing a CUDA graph does not allow; a call
-    made while one is captured is not checked.
+    A call in a compiled function, or made while a CUDA graph is captured, is not checked: neither
+    can wait for what its slots are.
 
     Raises:
       IndexError: names the first slot that is not there, and its position.
       ValueError: names the first slot that repeats, and its position.
     """
-    if not enabled() or (slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or not enabled():
+        return
+    if slots.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     seen: dict[int, int] = {}
     for position, slot in enumerate(slots.tolist()):

@@ -59,14 +59,17 @@ def write_rows(
     scaled = () if scales is None or not any(scale is not None for scale in scales) else scales
     tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scaled]
     numbers = [None if isinstance(scale, torch.Tensor) else scale for scale in scaled]
-    _op(planes, layer, slots, rows, first_slot, numbers, tensors, dtypes, implementation)
+    # Lists of dtypes do not come through torch's dispatcher as such.
+    names = None if dtypes is None else [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    _op(planes, layer, slots, rows, first_slot, numbers, tensors, names, implementation)
 
 
 def _run(
-    planes, layer, slots, rows, first_slot, numbers, tensors, dtypes=None, implementation=None
+    planes, layer, slots, rows, first_slot, numbers, tensors, names=None, implementation=None
 ) -> None:
-    if dtypes is not None:
-        planes = [plane.view(dtype) for plane, dtype in zip(planes, dtypes, strict=True)]
+    if names is not None:
+        pairs = zip(planes, names, strict=True)
+        planes = [plane.view(getattr(torch, name)) for plane, name in pairs]
     scales = [None] * len(planes)
     if numbers:
         pairs = zip(numbers, tensors, strict=True)
@@ -77,7 +80,7 @@ def _run(
 
 _op = library.define(
     "write_rows(Tensor(a!)[] planes, int? layer, Tensor slots, Tensor[] rows, int first_slot, "
-    "float?[] numbers, Tensor?[] tensors, ScalarType[]? dtypes=None, str? implementation=None) "
+    "float?[] numbers, Tensor?[] tensors, str[]? names=None, str? implementation=None) "
     "-> ()",
     _run,
 )

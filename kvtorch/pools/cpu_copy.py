@@ -9,7 +9,7 @@ from kvjax.errors import GeometryError
 from kvjax.geometry import Geometry
 from kvtorch.ops.read_rows import read_rows
 from kvtorch.ops.write_rows import write_rows
-from kvtorch.pools.planes import Planes, as_rows, stored
+from kvtorch.pools.planes import Planes, as_rows
 
 CHUNK_TOKENS = 8192
 """Tokens of one layer moved at once, which bounds the device memory needed beside the pool.
@@ -25,7 +25,7 @@ def get(
     each plane if there are several. Waits until they are there.
 
     Args:
-      planes: in the dtypes they stand for.
+      planes: in the storage dtypes.
       geometry: of the planes.
       slots: which rows; one that is not there gives zeros.
       chunk_tokens: how many tokens to move at once.
@@ -40,7 +40,7 @@ def get(
         copies.append([])
         for chunk in chunks:
             rows = read_rows(planes, layer, chunk, first_slot=geometry.first_slot)
-            parts = [_on_host(part) for part in stored(rows, geometry)]
+            parts = [_on_host(part) for part in rows]
             copies[-1].append(parts[0] if len(parts) == 1 else parts)
     _wait_for_own_work(planes)
     return copies

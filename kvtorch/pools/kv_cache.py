@@ -21,7 +21,7 @@ from kvtorch.pools.memory import (
     custom_mem_pool,
     use_mem_pool,
 )
-from kvtorch.pools.planes import Planes, as_rows, create, joined, require_planes, stored, typed
+from kvtorch.pools.planes import Planes, as_rows, create, joined, require_planes
 from kvtorch.pools.timing import transfer_time
 from kvtorch.slots import as_slots, check
 
@@ -79,7 +79,7 @@ class KVCache(abc.ABC):
         self.cpu_offloading_chunk_size = cpu_copy.CHUNK_TOKENS
         self.layer_transfer_counter: Any = None
         self.planes: Planes = ()
-        self._typed: Planes = ()  # the same memory in the dtypes it stands for, for operations
+        self._dtypes: tuple[torch.dtype, ...] | None = None  # where uint8 stands for fp8
         self._layers: list[torch.Tensor] = []  # the layers of the first of these, then the next
         self._lent_to: object | None = None
 
@@ -137,7 +137,7 @@ class KVCache(abc.ABC):
         src = self._slots("src_loc", src_loc)
         if len(dst) != len(src):
             raise ValueError(f"tgt_loc has {len(dst)} entries, src_loc {len(src)}; need as many")
-        move_rows(self._typed, dst, src, first_slot=self.page_size, disjoint=disjoint)
+        move_rows(self.planes, dst, src, first_slot=self.page_size, disjoint=disjoint)
 
     def get_flat_data(self, indices: torch.Tensor) -> Any:
         """A copy of rows in every layer, in the storage dtype, on the device.
@@ -149,8 +149,7 @@ class KVCache(abc.ABC):
         """
         self._require_here()
         slots = self._slots("indices", indices)
-        rows = read_rows(self._typed, None, slots, first_slot=self.page_size)
-        return joined(stored(rows, self.geometry))
+        return joined(read_rows(self.planes, None, slots, first_slot=self.page_size))
 
     def transfer(self, indices: torch.Tensor, flat_data: Any) -> None:
         """Writes what ``get_flat_data`` returns, wherever it is, into every layer.
@@ -180,7 +179,7 @@ class KVCache(abc.ABC):
         with transfer_time(len(slots), self._on):
             # Blocking, so that the caller may reuse the host's memory at once.
             parts = [part.to(self._on) for part in parts]
-            write_rows(self._typed, layer, slots, parts, first_slot=self.page_size)
+            write_rows(self.planes, layer, slots, parts, first_slot=self.page_size)
 
     def get_cpu_copy(self, indices: torch.Tensor) -> list[list[Any]]:
         """A copy of rows in host memory, for each layer and each chunk of ``indices``.
@@ -191,7 +190,7 @@ class KVCache(abc.ABC):
         """
         self._require_here()
         slots = self._slots("indices", indices)
-        return cpu_copy.get(self._typed, self.geometry, slots, self.cpu_offloading_chunk_size)
+        return cpu_copy.get(self.planes, self.geometry, slots, self.cpu_offloading_chunk_size)
 
     def load_cpu_copy(self, kv_cache_cpu: Sequence[Sequence[Any]], indices: torch.Tensor) -> None:
         """Writes what ``get_cpu_copy`` returned, at as many ``indices``, not necessarily the same.
@@ -204,7 +203,7 @@ class KVCache(abc.ABC):
         self._require_here()
         slots = self._slots("indices", indices, distinct=True)
         chunk_tokens = self.cpu_offloading_chunk_size
-        cpu_copy.load(self._typed, self.geometry, kv_cache_cpu, slots, chunk_tokens)
+        cpu_copy.load(self.planes, self.geometry, kv_cache_cpu, slots, chunk_tokens)
 
     def clear(self) -> None:
         """Zeroes every row; for memory that the saver resumed, whose content nobody knows (X5)."""
@@ -251,14 +250,11 @@ class KVCache(abc.ABC):
             self.planes = require_planes(planes, self.geometry)
             self.custom_mem_pool, self.enable_custom_mem_pool = None, False
         self._on = self.planes[0].device
-        self._typed = typed(self.planes, self.geometry)
+        dtypes = tuple(getattr(torch, spec.dtype) for spec in self.geometry.planes)
+        self._dtypes = None if dtypes == tuple(p.dtype for p in self.planes) else dtypes
         for name, plane in zip(self._BUFFERS, self.planes, strict=True):
             setattr(self, name, list(plane))
-        self._layers = [
-            layer
-            for name, plane, view in zip(self._BUFFERS, self.planes, self._typed, strict=True)
-            for layer in (getattr(self, name) if view is plane else view)
-        ]
+        self._layers = [layer for name in self._BUFFERS for layer in getattr(self, name)]
         layers = self.geometry.layers
         self._positions = {id_: layers.local(id_) for id_ in range(layers.start, layers.stop)}
         addresses, strides = self._tables()
@@ -279,7 +275,7 @@ class KVCache(abc.ABC):
         for name in self._BUFFERS:
             delattr(self, name)
         del self.data_ptrs, self.data_strides
-        self.planes, self._typed, self._layers = (), (), []
+        self.planes, self._layers = (), []
 
     def _tables(self) -> tuple[list[int], list[int]]:
         layers = [layer for plane in self.planes for layer in plane]
@@ -315,7 +311,10 @@ class KVCache(abc.ABC):
         position = self._position(layer_id)
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(position)
-        return self._layers[plane * self.layer_num + position]
+        layer = self._layers[plane * self.layer_num + position]
+        # Viewed here, not once for all: torch compiles no graph that changes one tensor and reads
+        # another of the same memory in another dtype.
+        return layer if self._dtypes is None else layer.view(self._dtypes[plane])
 
 
 def _place(layer: torch.Tensor) -> tuple[Any, ...]:

@@ -129,4 +129,12 @@ class MHATokenToKVPool(KVCache):
         k = as_values("cache_k", cache_k, (num_tokens, *self._k_row), on)
         v = as_values("cache_v", cache_v, (num_tokens, *self._v_row), on)
         scales = (as_scale("k_scale", k_scale, on), as_scale("v_scale", v_scale, on))
-        write_rows(self._typed, position, slots, (k, v), first_slot=self.page_size, scales=scales)
+        write_rows(
+            self.planes,
+            position,
+            slots,
+            (k, v),
+            first_slot=self.page_size,
+            scales=scales,
+            dtypes=self._dtypes,
+        )

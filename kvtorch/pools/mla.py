@@ -97,12 +97,13 @@ class MLATokenToKVPool(KVCache):
         """
         self._layer(0, layer.layer_id)  # waits for it
         return read_latent_rope(
-            self._typed[0],
+            self.planes[0],
             self._position(layer.layer_id),
             self._slots("loc", loc),
             self.kv_lora_rank,
             first_slot=self.page_size,
             dtype=dst_dtype,
+            stored_dtype=self.dtype,
         )
 
     def set_kv_buffer(
@@ -130,7 +131,14 @@ class MLATokenToKVPool(KVCache):
         slots = self._slots("loc", loc, distinct=True)
         shape = (len(slots), 1, self.kv_lora_rank + self.qk_rope_head_dim)
         rows = as_values("cache_k", cache_k, shape, self._on)
-        write_rows(self._typed, position, slots, (rows,), first_slot=self.page_size)
+        write_rows(
+            self.planes,
+            position,
+            slots,
+            (rows,),
+            first_slot=self.page_size,
+            dtypes=self._dtypes,
+        )
 
     def set_mla_kv_buffer(
         self,
@@ -155,7 +163,15 @@ class MLATokenToKVPool(KVCache):
         n = len(slots)
         latent = self._part("cache_k_nope", cache_k_nope, n, self.kv_lora_rank)
         rope = self._part("cache_k_rope", cache_k_rope, n, self.qk_rope_head_dim)
-        write_latent_rope(self._typed[0], position, slots, latent, rope, first_slot=self.page_size)
+        write_latent_rope(
+            self.planes[0],
+            position,
+            slots,
+            latent,
+            rope,
+            first_slot=self.page_size,
+            dtype=None if self._dtypes is None else self.dtype,
+        )
 
     def _part(self, name: str, part: Any, num_tokens: int, width: int) -> torch.Tensor:
         flat = isinstance(part, torch.Tensor) and part.dim() == 2

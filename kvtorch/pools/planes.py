@@ -35,29 +35,11 @@ def require_planes(planes: Sequence[torch.Tensor], geometry: Geometry) -> Planes
                 f"plane {spec.name!r} on {plane.device} has strides {plane.stride()}; "
                 "need contiguous planes on one device"
             )
-    return stored(planes, geometry)
-
-
-def typed(planes: Sequence[torch.Tensor], geometry: Geometry) -> Planes:
-    """The same memory in the dtypes it stands for, which for fp8 is not the storage dtype."""
-    return _as(planes, [spec.dtype for spec in geometry.planes])
-
-
-def stored(rows: Sequence[torch.Tensor], geometry: Geometry) -> Planes:
-    """The same memory in the storage dtypes."""
-    return _as(rows, [spec.storage_dtype for spec in geometry.planes])
-
-
-def _as(rows: Sequence[torch.Tensor], names: Sequence[str]) -> Planes:
-    dtypes = [getattr(torch, name) for name in names]
-    return tuple(
-        part if part.dtype == dtype else part.view(dtype)
-        for part, dtype in zip(rows, dtypes, strict=True)
-    )
+    return planes
 
 
 def as_rows(name: str, rows: Any, geometry: Geometry, *leading: int) -> Planes:
-    """Rows of each plane, ``[*leading, *row]``, in the dtypes they stand for.
+    """Rows of each plane, ``[*leading, *row]``, in the storage dtypes; fp8 as its bits.
 
     Args:
       name: what messages call them.
@@ -85,7 +67,12 @@ def as_rows(name: str, rows: Any, geometry: Geometry, *leading: int) -> Planes:
                 f"{name} of plane {spec.name!r} is {part.dtype}{list(part.shape)}, "
                 f"need {dtypes[1]}{list(shape)}"
             )
-    return typed(parts, geometry)
+    dtypes = [getattr(torch, spec.storage_dtype) for spec in specs]
+    # A view costs host time, also one of the same dtype.
+    return tuple(
+        part if part.dtype == dtype else part.view(dtype)
+        for part, dtype in zip(parts, dtypes, strict=True)
+    )
 
 
 def joined(rows: Planes) -> Any:

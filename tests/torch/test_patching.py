@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch: not installed")
 
 import kvtorch.sglang
 from kvjax import UnsupportedError
-from kvtorch.patch import _require_same_interface, patch
+from kvtorch.patching import _require_same_interface, patch
 from tests.equivalence.upstream import require_sglang
 
 CLASSES = [
