@@ -58,13 +58,27 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = kvjax.no_such_name
 
 
-def test_the_readmes_examples_run():
-    readme = (ROOT / "README.md").read_text()
-    namespace = {}  # an example may go on where the one before it stopped
-    examples = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def run_in_order(examples: list[str]) -> None:
     assert examples
+    namespace = {}  # an example may go on where the one before it stopped
     for example in examples:
         exec(compile(example, "README.md", "exec"), namespace)
+
+
+def test_the_readmes_examples_run_without_torch():
+    run_in_order([example for example in examples() if "torch" not in example])
+
+
+def test_the_readmes_examples_run():
+    torch = pytest.importorskip("torch", reason="torch: not installed")
+    jax = pytest.importorskip("jax")
+    if torch.cuda.is_available() != (jax.default_backend() == "gpu"):
+        pytest.skip("gpu: only one of JAX and torch sees it")
+    run_in_order(examples())
 
 
 def test_the_changelog_is_of_this_version():
