@@ -5,7 +5,11 @@ import contextvars
 import os
 from collections.abc import Iterator
 
-_ENABLED = contextvars.ContextVar("kvjax_checks", default=os.environ.get("KVJAX_CHECKS") == "1")
+_EVERYWHERE = os.environ.get("KVJAX_CHECKS") == "1"
+_ENABLED = contextvars.ContextVar("kvjax_checks", default=_EVERYWHERE)
+
+ever_enabled = _EVERYWHERE
+"""Whether checks mode has been on at all; cheaper to look at than ``enabled`` is to call."""
 
 
 def enabled() -> bool:
@@ -20,6 +24,8 @@ def checks(on: bool = True) -> Iterator[None]:
     Reading slot values costs a host synchronisation a call, and is possible only where they are
     concrete: calls made while tracing an outer ``jit`` are not checked.
     """
+    global ever_enabled
+    ever_enabled |= on
     token = _ENABLED.set(on)
     try:
         yield

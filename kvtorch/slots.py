@@ -2,7 +2,7 @@
 
 import torch
 
-from kvjax.checks_mode import enabled
+from kvjax import checks_mode
 
 
 def as_slots(slots: torch.Tensor, device: torch.device, *, name: str = "slots") -> torch.Tensor:
@@ -47,7 +47,7 @@ def check(
       IndexError: names the first slot that is not there, and its position.
       ValueError: names the first slot that repeats, and its position.
     """
-    if torch.compiler.is_compiling() or not enabled():
+    if not checks_mode.ever_enabled or torch.compiler.is_compiling() or not checks_mode.enabled():
         return
     if slots.is_cuda and torch.cuda.is_current_stream_capturing():
         return

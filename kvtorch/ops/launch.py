@@ -108,8 +108,6 @@ def why_not_rows(planes: Sequence[torch.Tensor]) -> str | None:
 
 def in_rows(values: torch.Tensor, num_row_dims: int) -> torch.Tensor:
     """``values`` with each row contiguous, so that strides say where rows begin; a copy if not."""
-    if values.is_contiguous():
-        return values
     expected = 1
     for dim in range(values.dim() - 1, values.dim() - 1 - num_row_dims, -1):
         if values.shape[dim] != 1 and values.stride(dim) != expected:

@@ -9,7 +9,12 @@ _LIBRARY = torch.library.Library("kvtorch", "DEF")
 
 
 def define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any] | None = None
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    *,
+    packed: Callable[..., Any] | None = None,
+    unpacked: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Defines ``torch.ops.kvtorch.<name>`` and returns how to call it.
 
@@ -22,16 +27,19 @@ def define(
       schema: as torch writes it; ``Tensor(a!)`` is changed in place.
       run: what it does, on any device.
       fake: what it returns, given tensors without contents; ``None`` if it returns nothing.
+      packed: makes of ``run``'s arguments what a schema can say, where that is not the same.
+      unpacked: makes ``run``'s arguments of that again.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    behind = run if unpacked is None else lambda *args: run(*unpacked(*args))
+    _LIBRARY.impl(name, behind, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kvtorch::{name}", fake or _returns_nothing, lib=_LIBRARY)
     op = getattr(torch.ops.kvtorch, name).default
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return op(*args)
+            return op(*args) if packed is None else op(*packed(*args))
         return run(*args)
 
     return call

@@ -128,8 +128,10 @@ def _triton(
     num_tokens = slots.shape[0]
     if not num_tokens:
         return
-    latent = launch.in_rows(latent, latent.dim() - 1)
-    rope = launch.in_rows(rope, rope.dim() - 1)
+    if not latent.is_contiguous():
+        latent = launch.in_rows(latent, latent.dim() - 1)
+    if not rope.is_contiguous():
+        rope = launch.in_rows(rope, rope.dim() - 1)
     latent_stride, rope_stride = latent.stride(0), rope.stride(0)
     latent_dim, rope_dim = latent.shape[-1], rope.shape[-1]
     latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)

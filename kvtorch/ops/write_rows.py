@@ -56,33 +56,38 @@ def write_rows(
 
     Source: SGLang 0.4.8 ``MHATokenToKVPool.set_kv_buffer`` (A-MHA-14), ``transfer`` (A-MHA-10).
     """
-    scaled = () if scales is None or not any(scale is not None for scale in scales) else scales
-    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scaled]
-    numbers = [None if isinstance(scale, torch.Tensor) else scale for scale in scaled]
-    # Lists of dtypes do not come through torch's dispatcher as such.
-    names = None if dtypes is None else [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    _op(planes, layer, slots, rows, first_slot, numbers, tensors, names, implementation)
+    _op(planes, layer, slots, rows, first_slot, scales, dtypes, implementation)
 
 
-def _run(
-    planes, layer, slots, rows, first_slot, numbers, tensors, names=None, implementation=None
-) -> None:
-    if names is not None:
-        pairs = zip(planes, names, strict=True)
-        planes = [plane.view(getattr(torch, name)) for plane, name in pairs]
-    scales = [None] * len(planes)
-    if numbers:
-        pairs = zip(numbers, tensors, strict=True)
-        scales = [number if tensor is None else tensor for number, tensor in pairs]
+def _run(planes, layer, slots, rows, first_slot, scales, dtypes, implementation) -> None:
+    if dtypes is not None:
+        planes = [plane.view(dtype) for plane, dtype in zip(planes, dtypes, strict=True)]
     run = select("write_rows", IMPLEMENTATIONS, implementation, planes)
-    run(planes, layer, slots, rows, first_slot, scales)
+    run(planes, layer, slots, rows, first_slot, (None,) * len(planes) if scales is None else scales)
+
+
+def _packed(planes, layer, slots, rows, first_slot, scales, dtypes, implementation):
+    """A scale is a number or a tensor; and dtypes are no dtypes any more behind a list."""
+    scales = scales or ()
+    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scales]
+    numbers = [None if isinstance(scale, torch.Tensor) else scale for scale in scales]
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes or ()]
+    return planes, layer, slots, rows, first_slot, numbers, tensors, names, implementation
+
+
+def _unpacked(planes, layer, slots, rows, first_slot, numbers, tensors, names, implementation=None):
+    pairs = zip(numbers, tensors, strict=True)
+    scales = [number if tensor is None else tensor for number, tensor in pairs] or None
+    dtypes = [getattr(torch, name) for name in names] or None
+    return planes, layer, slots, rows, first_slot, scales, dtypes, implementation
 
 
 _op = library.define(
     "write_rows(Tensor(a!)[] planes, int? layer, Tensor slots, Tensor[] rows, int first_slot, "
-    "float?[] numbers, Tensor?[] tensors, str[]? names=None, str? implementation=None) "
-    "-> ()",
+    "float?[] numbers, Tensor?[] tensors, str[] names, str? implementation=None) -> ()",
     _run,
+    packed=_packed,
+    unpacked=_unpacked,
 )
 
 
@@ -179,47 +184,36 @@ def _triton(
         return
     slots = slots.contiguous()
     for i in range(0, len(planes), 2):
-        pair = slice(i, i + 2)
-        _write_pair(planes[pair], layer, slots, rows[pair], first_slot, scales[pair])
-
-
-def _write_pair(
-    planes: Sequence[torch.Tensor],
-    layer: int | None,
-    slots: torch.Tensor,
-    rows: Sequence[torch.Tensor],
-    first_slot: int,
-    scales: Sequence[Scale],
-) -> None:
-    # One plane stands for both, and has one program in the grid.
-    k, v = planes[0], planes[-1]
-    num_tokens, k_width, v_width = slots.shape[0], k.stride(1), v.stride(1)
-    k_rows, *k_numbers, k_key = _source(k, rows[0], scales[0], layer is None)
-    v_rows, *v_numbers, v_key = _source(v, rows[-1], scales[-1], layer is None)
-    block = launch.power_of_two(max(k_width, v_width))
-    tokens = launch.tokens_per_program(num_tokens, TILE // block)
-    constants = (k_width, v_width, k_key[0], v_key[0], block, tokens)
-    launch.launch(
-        _kernel,
-        (-(-num_tokens // tokens), len(planes), k.shape[0] if layer is None else 1),
-        (slots.dtype, k.dtype, v.dtype, k_key, v_key, constants),
-        (slots, k, k_rows, v, v_rows),
-        (layer or 0, num_tokens, k.shape[1], first_slot, *k_numbers, *v_numbers, *constants),
-    )
+        # One plane stands for both, and has one program in the grid.
+        j = min(i + 1, len(planes) - 1)
+        k, v = planes[i], planes[j]
+        num_tokens, k_width, v_width = slots.shape[0], k.stride(1), v.stride(1)
+        k_rows, k_numbers, k_key = _source(k, rows[i], scales[i], layer is None)
+        v_rows, v_numbers, v_key = _source(v, rows[j], scales[j], layer is None)
+        block = launch.power_of_two(max(k_width, v_width))
+        tokens = launch.tokens_per_program(num_tokens, TILE // block)
+        constants = (k_width, v_width, k_key[0], v_key[0], block, tokens)
+        launch.launch(
+            _kernel,
+            (-(-num_tokens // tokens), j - i + 1, k.shape[0] if layer is None else 1),
+            (slots.dtype, k.dtype, v.dtype, k_key, v_key, constants),
+            (slots, k, k_rows, v, v_rows),
+            (layer or 0, num_tokens, k.shape[1], first_slot, *k_numbers, *v_numbers, *constants),
+        )
 
 
 def _source(plane, rows, scale, all_layers) -> tuple[Any, ...]:
-    """One plane's rows, their strides, their scale, and what of these a kernel is compiled for."""
-    rows = launch.in_rows(rows, plane.dim() - 2)
+    """One plane's rows; their strides and scale; and what of these a kernel is compiled for."""
+    if not rows.is_contiguous():
+        rows = launch.in_rows(rows, plane.dim() - 2)
     layer_stride, stride = rows.stride()[:2] if all_layers else (0, rows.stride(0))
-    if scale is None or rows.dtype == plane.dtype:
+    dtype = rows.dtype
+    if scale is None or dtype == plane.dtype:
         kind, scale = _NO_SCALE, 1.0
-    elif isinstance(scale, torch.Tensor):
-        kind = _TENSOR
     else:
-        kind = _NUMBER
-    alike = (layer_stride % 16, layer_stride == 1, stride % 16, stride == 1)
-    return rows, layer_stride, stride, scale, (kind, rows.dtype, alike)
+        kind = _TENSOR if isinstance(scale, torch.Tensor) else _NUMBER
+    key = (kind, dtype, layer_stride % 16, layer_stride == 1, stride % 16, stride == 1)
+    return rows, (layer_stride, stride, scale), key
 
 
 def _triton_why_not(planes) -> str | None:

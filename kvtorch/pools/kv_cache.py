@@ -135,7 +135,7 @@ class KVCache(abc.ABC):
         self._require_here()
         dst = self._slots("tgt_loc", tgt_loc, distinct=True)
         src = self._slots("src_loc", src_loc)
-        if len(dst) != len(src):
+        if dst.shape != src.shape:
             raise ValueError(f"tgt_loc has {len(dst)} entries, src_loc {len(src)}; need as many")
         move_rows(self.planes, dst, src, first_slot=self.page_size, disjoint=disjoint)
 
@@ -299,9 +299,9 @@ class KVCache(abc.ABC):
         return position
 
     def _slots(self, name: str, slots: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
-        if isinstance(slots, torch.Tensor) and slots.is_cpu:
+        if isinstance(slots, torch.Tensor) and slots.device != self._on and slots.is_cpu:
             slots = slots.to(self._on)  # torch's own indexing takes them too
-        slots = as_slots(slots, self._on, name=name).contiguous()
+        slots = as_slots(slots, self._on, name=name)
         check(slots, self.page_size, self.geometry.num_rows, name=name, distinct=distinct)
         return slots
 

@@ -160,7 +160,7 @@ class MLATokenToKVPool(KVCache):
         self._require_here()
         position = self._position(layer.layer_id)
         slots = self._slots("loc", loc, distinct=True)
-        n = len(slots)
+        n = slots.shape[0]
         latent = self._part("cache_k_nope", cache_k_nope, n, self.kv_lora_rank)
         rope = self._part("cache_k_rope", cache_k_rope, n, self.qk_rope_head_dim)
         write_latent_rope(

@@ -82,7 +82,7 @@ def arguments(name, device):
     scale = torch.tensor(2.0, device=device)
     latent, rope = torch.ones(3, 1, 24, device=device).split([16, 8], -1)
     return {
-        "write_rows": (cache.planes, 1, slots, [k, v], 4, [2.0, None], [None, scale]),
+        "write_rows": (cache.planes, 1, slots, [k, v], 4, [2.0, None], [None, scale], []),
         "move_rows": (cache.planes, slots, slots + 1, 4, False),
         "write_latent_rope": (cache.latents, 1, slots, latent, rope, 4),
         "read_latent_rope": (cache.latents, 1, slots, 16, 4, torch.float32, torch.bfloat16),
