@@ -25,8 +25,8 @@ def patch(engine: str) -> dict[str, type]:
 
     Call it before the engine builds its pools, and in each process that builds some. SGLang starts
     its schedulers by importing the main script once more, so call it there at top level, not under
-    ``if __name__ == "__main__"``. Our classes then count as subclasses of those they replace, also
-    for who holds on to these; SGLang's base classes stay, and count ours as theirs.
+    ``if __name__ == "__main__"``. Our pools and allocators then count as subclasses of those they
+    replace, also for who holds on to these; SGLang's base classes stay, and count ours as theirs.
 
     Args:
       engine: ``"sglang"``, of version 0.4.8.
