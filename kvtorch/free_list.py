@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 
+from kvtorch.ops.only_taken import only_taken
+from kvtorch.ops.ring import Ring
+from kvtorch.ops.take_back import take_back
+
 
 class FreeList:
-    """The pages that nobody has, the next one first, and a mark for each page that somebody has.
+    """The pages that nobody has, the next one first.
 
     The pages are on the device; how many are free is on the host, so that capacity is decided
     without waiting. An operation costs what its own pages cost, however many there are in all,
@@ -17,60 +21,72 @@ class FreeList:
     Attributes:
       num_pages: pages 1 to ``num_pages`` are there.
       num_free: how many of them nobody has.
-      taken: for pages 0 to ``num_pages + 1``, whether somebody has it; nobody has the first or the
-        last, which stand for all that are not there.
+      device: where the pages are.
     """
 
-    def __init__(self, num_pages: int, device: torch.device | str):
-        """All pages, free, in ascending order."""
+    def __init__(self, num_pages: int, page_size: int, device: torch.device | str):
+        """All pages, of ``page_size`` slots each, free, in ascending order."""
         self.num_pages = num_pages
-        # Free pages are in num_free cells from _head on, wrapping round; the others are stale.
-        # One cell more, where whatever is not to be stored goes.
-        self._ring = torch.empty(num_pages + 1, dtype=torch.int64, device=device)
-        self.taken = torch.empty(num_pages + 2, dtype=torch.bool, device=device)
+        self._page_size = page_size
+        # Of one place if there are no pages, so that there always is one to look at.
+        self._pages = torch.empty(max(num_pages, 1), dtype=torch.int64, device=device)
+        self._places = self._pages.new_empty(num_pages + 2)
+        self._in_page = torch.arange(page_size, device=device)
+        self.device = self._pages.device
         self._intact: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self.reset()
 
     @property
-    def device(self) -> torch.device:
-        """Where the pages are."""
-        return self._ring.device
+    def ring(self) -> Ring:
+        """The pages as operations take them; they write to them."""
+        return Ring(self._pages, self._places, self._head, self.num_free)
+
+    @property
+    def taken(self) -> list[bool]:
+        """For page 0 and every page that there is, whether somebody has it; costs what all cost."""
+        pages = torch.arange(self.num_pages + 1, device=self.device)
+        return self.ring.is_taken(pages).tolist()
 
     def reset(self) -> None:
         """Back to how it was created; costs what all pages cost."""
         self._before_writing()
-        torch.arange(1, self.num_pages + 1, out=self._ring[: self.num_pages])
-        self.taken.zero_()
+        torch.arange(1, self._pages.numel() + 1, out=self._pages)
+        torch.arange(-1, self.num_pages + 1, out=self._places)
+        self._places[-1:].fill_(-1)
         self._head, self.num_free = 0, self.num_pages
 
     def peek(self, num_pages: int) -> torch.Tensor:
         """A copy of the next ``num_pages`` pages, of which there are enough."""
-        return self._cells(self._head, num_pages)
+        return self.ring.window(self._head, num_pages).clone()
 
-    def take(self, pages: torch.Tensor) -> None:
-        """Takes what ``peek`` returned."""
-        if pages.numel():
-            self.taken.index_fill_(0, pages, True)
-            self._advance(pages.numel())
+    def peek_slots(self, num_pages: int) -> torch.Tensor:
+        """A copy of all slots of the next ``num_pages`` pages, of which there are enough."""
+        if self._page_size == 1:
+            return self.peek(num_pages)
+        pages = self.ring.window(self._head, num_pages)
+        return torch.add(self._in_page, pages[:, None], alpha=self._page_size).view(-1)
 
-    def is_taken(self, pages: torch.Tensor) -> torch.Tensor:
-        """Whether somebody has each page; nobody has one that is not there."""
-        return self.taken[pages.clamp(0, self.num_pages + 1)]
+    def take(self, num_pages: int) -> None:
+        """Takes the next ``num_pages`` pages, of which there are enough."""
+        if num_pages:
+            self._head = (self._head + num_pages) % self.num_pages
+            self.num_free -= num_pages
 
-    def put_last(self, pages: torch.Tensor) -> None:
-        """Takes ``pages`` back, to be handed out last, in the order given.
+    def only_taken(self, slots: torch.Tensor) -> torch.Tensor:
+        """``slots``, with -1 for each that nobody has."""
+        return only_taken(slots, self.ring, page_size=self._page_size)
 
-        Pages that nobody has, or that came earlier in ``pages``, are ignored. Waits for the device
+    def put_last(self, slots: torch.Tensor) -> None:
+        """Takes back the pages of ``slots``, to be handed out last, in the order given.
+
+        Pages that nobody has, or that came earlier in ``slots``, are ignored. Waits for the device
         once, for how many are left.
         """
-        _, order, returned = self._returned(pages)
-        returned = torch.empty_like(returned).scatter_(0, order, returned)
-        self._store(pages, returned, first=False)
+        self._put_back(slots, first=False)
 
-    def put_first(self, pages: torch.Tensor) -> None:
-        """Takes ``pages`` back, to be handed out next, in ascending order; else as ``put_last``."""
-        ascending, _, returned = self._returned(pages)
-        self._store(ascending, returned, first=True)
+    def put_first(self, slots: torch.Tensor) -> None:
+        """Takes pages back as ``put_last``, but to be handed out next, in ascending order."""
+        self._put_back(slots, first=True)
 
     def set_free(self, pages: torch.Tensor) -> None:
         """Makes ``pages``, in this order, the free ones; costs what all pages cost.
@@ -93,7 +109,7 @@ class FreeList:
     def restore(self, snapshot: "Snapshot") -> None:
         """The list as it was at ``backup``, any number of times.
 
-        Costs what was taken in between, or, if pages came back too, what all pages cost.
+        Costs nothing or, if pages came back in between, what all pages cost.
 
         Raises:
           ValueError: the snapshot is of another list.
@@ -102,56 +118,27 @@ class FreeList:
             self._write_all(snapshot.pages)
         elif snapshot not in self._intact:
             raise ValueError("this state was backed up by another allocator")
-        elif (num_taken := snapshot.num_free - self.num_free) > 0:
-            self._advance(-num_taken)
-            self.taken.index_fill_(0, self.peek(num_taken), False)
-        elif num_taken < 0:  # a snapshot restored before this one was older
-            self.take(self.peek(-num_taken))
+        else:
+            self._head, self.num_free = snapshot.head, snapshot.num_free
 
-    def _cells(self, start: int, count: int) -> torch.Tensor:
-        stop = start + count
-        if stop <= self.num_pages:
-            return self._ring[start:stop].clone()
-        wrapped = stop - self.num_pages
-        return torch.cat((self._ring[start : self.num_pages], self._ring[:wrapped]))
-
-    def _advance(self, num_pages: int) -> None:
-        self._head = (self._head + num_pages) % self.num_pages
-        self.num_free -= num_pages
-
-    def _returned(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``pages`` sorted, how, and which of them are the first to name one that is taken."""
-        ascending, order = torch.sort(pages, stable=True)
-        returned = self.is_taken(ascending)
-        returned[1:] &= ascending[1:] != ascending[:-1]
-        return ascending, order, returned
-
-    def _store(self, pages: torch.Tensor, returned: torch.Tensor, *, first: bool) -> None:
-        count = int(returned.sum())
-        if not count:
+    def _put_back(self, slots: torch.Tensor, *, first: bool) -> None:
+        if self.num_free == self.num_pages:  # nobody has any
             return
         self._before_writing()
-        start = self._head - count if first else self._head + self.num_free
-        place = (returned.cumsum(0) + (start - 1)) % self.num_pages
-        self._ring.scatter_(0, place.masked_fill_(~returned, self.num_pages), pages)
-        self.taken.index_fill_(0, pages.masked_fill(~returned, 0), False)
+        count = take_back(slots, self.ring, page_size=self._page_size, first=first)
         if first:
-            self._head = start % self.num_pages
+            self._head = (self._head - count) % self.num_pages
         self.num_free += count
 
     def _write_all(self, pages: torch.Tensor) -> None:
         self._before_writing()
-        self._ring[: pages.numel()] = pages
-        self.taken.fill_(True)
-        self.taken[:1].fill_(False)
-        self.taken[-1:].fill_(False)
-        self.taken.index_fill_(0, pages, False)
         self._head, self.num_free = 0, pages.numel()
+        self.ring.store(pages, 0)
 
     def _before_writing(self) -> None:
         # Taking only moves the head, so that up to here a snapshot's pages are where they were.
         for snapshot in tuple(self._intact):
-            snapshot.pages = self._cells(snapshot.head, snapshot.num_free)
+            snapshot.pages = self.ring.window(snapshot.head, snapshot.num_free).clone()
         self._intact.clear()
 
 

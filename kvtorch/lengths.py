@@ -9,6 +9,8 @@ from kvtorch.slots import as_slots
 
 type OnHost = torch.Tensor | np.ndarray | Sequence[int]
 
+_INT64 = np.dtype(np.int64)
+
 
 def one_entry_each(**arrays: torch.Tensor) -> list[torch.Tensor]:
     """The arrays, where each has one integer for each sequence.
@@ -17,13 +19,16 @@ def one_entry_each(**arrays: torch.Tensor) -> list[torch.Tensor]:
       TypeError: one is not a tensor of int32 or int64.
       ValueError: not one-dimensional, or their sizes differ.
     """
+    checked = []
     for name, array in arrays.items():
         if not isinstance(array, torch.Tensor):
             raise TypeError(f"{name} is {type(array)}, need a tensor")
-    checked = [as_slots(array, array.device, name=name) for name, array in arrays.items()]
-    sizes = {name: array.numel() for name, array in zip(arrays, checked, strict=True)}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"{sizes} must be equal, one entry for each sequence")
+        checked.append(as_slots(array, array.device, name=name))
+    size = checked[0].numel()
+    for array in checked:
+        if array.numel() != size:
+            sizes = {name: array.numel() for name, array in arrays.items()}
+            raise ValueError(f"{sizes} must be equal, one entry for each sequence")
     return checked
 
 
@@ -37,25 +42,47 @@ def on_host(tensors: Sequence[torch.Tensor], given: Sequence[OnHost | None]) -> 
     hosts = [tensor if host is None else host for tensor, host in zip(tensors, given, strict=True)]
     away = {i: x for i, x in enumerate(hosts) if isinstance(x, torch.Tensor) and not x.is_cpu}
     if away:
-        fetched = torch.stack([x.long() for x in away.values()]).cpu()
-        for i, values in zip(away, fetched, strict=True):
+        fetched = [x.long() for x in away.values()]
+        together = torch.stack(fetched) if len(away) > 1 else fetched[0][None]
+        for i, values in zip(away, together.cpu().numpy(), strict=True):
             hosts[i] = values
-    arrays = [np.asarray(host) for host in hosts]
-    for tensor, array in zip(tensors, arrays, strict=True):
-        if array.shape != tuple(tensor.shape):
+    arrays = []
+    for tensor, host in zip(tensors, hosts, strict=True):
+        array = host.numpy() if isinstance(host, torch.Tensor) else np.asarray(host)
+        if array.shape != tensor.shape:
             raise ValueError(
                 f"lengths on the host have shape {array.shape}, need {tuple(tensor.shape)}"
             )
-        if array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"lengths on the host have dtype {array.dtype}, need integers")
-    return [array.astype(np.int64) for array in arrays]
+        if array.dtype is not _INT64:
+            if array.size and array.dtype.kind not in "iu":
+                raise TypeError(f"lengths on the host have dtype {array.dtype}, need integers")
+            array = array.astype(np.int64)
+        arrays.append(array)
+    return arrays
 
 
-def pages_needed(prefix_lens: np.ndarray, extend_lens: np.ndarray, page_size: int) -> int:
-    """How many pages the sequences need beside those that hold their prefixes."""
-    before = -(-prefix_lens // page_size)
-    after = -(-(prefix_lens + extend_lens) // page_size)
-    return int((after - before).sum())
+def on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The tensors on the device; never waits for it."""
+    return [x if x.device == device else x.to(device, non_blocking=True) for x in tensors]
+
+
+def needed(prefix_lens: np.ndarray, seq_lens: np.ndarray, page_size: int) -> tuple[int, int]:
+    """How many tokens sequences get, and how many pages beside those of their prefixes.
+
+    A sequence that is to have fewer tokens, or has less than none, gets none.
+    """
+    if not prefix_lens.size:
+        return 0, 0
+    seq_lens = np.maximum(prefix_lens, seq_lens)
+    if np.minimum.reduce(prefix_lens) < 0:
+        seq_lens = np.where(prefix_lens < 0, prefix_lens, seq_lens)
+    pages = prefix_lens // -page_size - seq_lens // -page_size  # rounds up, twice negated
+    return int(np.add.reduce(seq_lens - prefix_lens)), int(np.add.reduce(pages))
+
+
+def needed_next(seq_lens: np.ndarray, page_size: int) -> int:
+    """How many pages sequences need for their newest tokens alone."""
+    return int(np.count_nonzero((seq_lens % page_size == 1 % page_size) & (seq_lens > 0)))
 
 
 def check_growth(

@@ -52,7 +52,7 @@ MAY_IMPORT = {
 
 MAY_READ_ENVIRONMENT = {  # once each: KVJAX_CHECKS, and the variables that SGLang's users know
     "kvjax.checks_mode",
-    "kvtorch.allocators",
+    "kvtorch.base_allocator",
     "kvtorch.pools.memory",
 }
 NOT_AN_OPERATIONS_BUSINESS = {"pool", "geometry", "layer_id", "rank", "tp_rank", "pp_rank"}

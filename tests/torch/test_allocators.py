@@ -1,5 +1,6 @@
 """SGLang's allocators: against the oracle, on the faults that real ones had, and what they cost."""
 
+import functools
 import re
 import warnings
 
@@ -11,6 +12,7 @@ import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 
 from kvjax.checks_mode import checks  # noqa: E402
+from kvjax.dispatch import Implementation  # noqa: E402
 from kvjax.errors import GeometryError  # noqa: E402
 from kvtorch.allocators import (  # noqa: E402
     BaseTokenToKVPoolAllocator,
@@ -18,8 +20,16 @@ from kvtorch.allocators import (  # noqa: E402
     TokenToKVPoolAllocator,
 )
 from kvtorch.free_list import FreeList  # noqa: E402
+from kvtorch.ops import (  # noqa: E402
+    assign_next_slots,
+    assign_slots,
+    launch,
+    only_taken,
+    take_back,
+)
 from tests.allocator_machine import OracleAdapter, run_machine  # noqa: E402
 from tests.torch.allocator_adapter import TorchAdapter, make  # noqa: E402
+from tests.torch.rings import interpreted  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -51,6 +61,23 @@ def compare(paged, page_size, device="cpu", **settings):
 )
 def test_equals_oracle(paged, page_size, device):
     compare(paged, page_size, device, max_examples=20)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels run on the CPU as they do on a GPU."""
+    for op in (assign_next_slots, assign_slots, only_taken, take_back):
+        runs = Implementation(op._triton, lambda *_: None)
+        monkeypatch.setitem(op.IMPLEMENTATIONS, "triton", runs)
+
+
+@interpreted
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("paged, page_size", [(False, 1), (True, 1), (True, 4)])
+def test_kernels_equal_oracle(paged, page_size, monkeypatch):
+    for op in (assign_next_slots, assign_slots, only_taken, take_back):
+        monkeypatch.setattr(op, "BLOCK", 16)  # 5 s to sort 1024 in the interpreter
+    compare(paged, page_size, max_examples=4)
 
 
 @pytest.mark.parametrize(
@@ -491,6 +518,72 @@ def test_integers_of_any_kind():
 
 
 # Cost.
+
+
+OPERATIONS = {  # which, page size: operations of torch at most, launches of kernels
+    ("alloc_extend", 64): (1, 1),
+    ("alloc_decode", 64): (1, 1),
+    ("alloc", 64): (4, 0),
+    ("alloc", None): (2, 0),
+    ("free", 64): (2, 1),
+    ("free", None): (2, 1),
+    ("free in a group", 64): (1, 1),
+    ("end of a group", 64): (2, 1),
+    ("trial", 64): (4, 0),
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name, page_size", OPERATIONS)
+def test_few_operations(name, page_size, monkeypatch):
+    """Each takes some microseconds of host time, whatever it does."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    launched, operations = [], []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.name() != "aten::detach":  # of numpy()
+                operations.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    def counted(kernel, grid, key, tensors, numbers, num_warps=4):
+        launched.append(kernel)
+        if kernel is take_back._kernel:
+            tensors[-1].zero_()  # what it counts
+
+    allocator = make(4096, page_size, "cpu")
+    slots = allocator.alloc(1024)
+    lens = torch.tensor([5] * 8)
+    host = {"prefix_lens_cpu": torch.tensor([5] * 8), "seq_lens_cpu": torch.tensor([16] * 8)}
+    last_loc = slots[4:516:64].clone()
+
+    def trial():
+        state = allocator.backup_state()
+        allocator.alloc(64)
+        allocator.restore_state(state)
+
+    function, *args = {
+        "alloc_extend": (allocator.alloc_extend, lens, lens + 11, last_loc, 88),
+        "alloc_decode": (allocator.alloc_decode, lens + 1, last_loc),
+        "alloc": (allocator.alloc, 1024),
+        "trial": (trial,),
+        "end of a group": (allocator.free_group_end,),
+    }.get(name, (allocator.free, slots))
+    if name == "alloc_extend":
+        function = functools.partial(function, **host)
+    if "group" in name:
+        allocator.free_group_begin()
+    if name == "end of a group":
+        allocator.free(slots)
+    with monkeypatch.context() as patched, Counting():
+        patched.setattr(launch, "launch", counted)
+        operations.clear()
+        function(*args)
+    operations = [name for name in operations if name != "aten::zero_"]
+    most, launches = OPERATIONS[name, page_size]
+    assert len(launched) == launches
+    assert len(operations) <= most, operations
 
 
 def elements_touched(function):

@@ -1,0 +1,34 @@
+"""How often Triton compiles a kernel, for an H200, which need not be there."""
+
+import os
+import subprocess
+import sys
+
+COUNT = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Hopper:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Hopper())
+from kvtorch.ops.{operation} import BLOCK, _kernel
+i = torch.int64
+for n in {sizes}:
+    _kernel.warmup({arguments}, grid=(1,))
+print(len(_kernel.device_caches[0][0]))
+"""
+
+
+def times(operation, arguments, sizes):
+    """Compilations of the operation's kernel with these arguments, for ``n`` of every size."""
+    program = COUNT.format(operation=operation, arguments=arguments, sizes=sizes)
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    assert not found.returncode, found.stderr
+    return int(found.stdout)
