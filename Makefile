@@ -17,7 +17,7 @@ JOBS ?= $(if $(strip $(VENV)),auto)
 
 # A request trace for the demo. When there is none, it generates a workload.
 TRACE ?= $(wildcard ../shared/traces/conversation_trace.jsonl)
-DEMO_OPTIONS ?= --backend both --verify-every 200 --plot demo.png
+DEMO_OPTIONS ?= --backend both --scale 32 --pool 128MiB --host-pool 256MiB --verify-every 200 --plot demo.png
 
 ifeq ($(strip $(VENV)),)
 python := $(or $(PYTHON),python3)
