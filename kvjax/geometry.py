@@ -16,6 +16,11 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 
+QUANTIZATIONS = ("per_token_head",)
+"""TokenSpeed's name (B-Q): one scale for each token."""
+
+_QUANTIZED_MODEL_DTYPES = ("bfloat16", "float32")
+
 
 def dtype_name(dtype: Any) -> str:
     """The name of a storage dtype given as a string or as NumPy, JAX or torch spell it.
@@ -224,21 +229,49 @@ class MLAGeometry(Geometry):
     """Latent rows of multi-head latent attention: ``latent_dim`` values, then ``rope_dim``.
 
     ``rope_dim`` may be 0, for models whose latent carries no separate rope part.
+
+    With ``quantization="per_token_head"`` a row is three: the latent in fp8, what it was divided
+    by, and the rope, divided by the same, in ``dtype``, which is then the model's.
     """
 
     latent_dim: int
     rope_dim: int
     dtype: str
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_positive(latent_dim=self.latent_dim)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.quantization is not None:
+            self._check_quantization()
         if self.rope_dim != 0:
             _require_positive(rope_dim=self.rope_dim)
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+
+    def _check_quantization(self) -> None:
+        if self.quantization not in QUANTIZATIONS:
+            raise GeometryError(
+                f"quantization={self.quantization!r} is unknown; allowed: {QUANTIZATIONS} or None"
+            )
+        if self.dtype not in _QUANTIZED_MODEL_DTYPES:
+            raise GeometryError(
+                f"dtype={self.dtype!r} is the model's where a pool is quantized, one of "
+                f"{_QUANTIZED_MODEL_DTYPES}: the rope is stored in it, divided by the latent's "
+                f"scale, which takes it out of the range of float16 and fp8"
+            )
+        if self.rope_dim == 0:
+            raise GeometryError(
+                "rope_dim=0 leaves a quantized pool a plane of nothing; need at least 1"
+            )
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
+        if self.quantization is not None:
+            return (
+                PlaneSpec("latent", (1, self.latent_dim), "float8_e4m3fn"),
+                PlaneSpec("scale", (1, 1), "float32"),
+                PlaneSpec("rope", (1, self.rope_dim), self.dtype),
+            )
         return (PlaneSpec("rows", (1, self.latent_dim + self.rope_dim), self.dtype),)
 
 

@@ -1,6 +1,7 @@
 """What operations on planes should do, one row at a time, and when two arrays are the same.
 
-Arrays are NumPy's, of any dtype: rows are copied and never computed with, so every bit survives.
+Arrays are NumPy's, of any dtype. Rows are copied and not computed with, so every bit survives, but
+for ``narrow``, ``quantize`` and ``dequantize``.
 """
 
 import ml_dtypes
@@ -72,11 +73,38 @@ def narrow(values, dtype, scale=None):
         return values
     with np.errstate(all="ignore"):
         if scale is not None:
-            values = values.astype(np.float32) / np.float32(scale)
+            values = values.astype(np.float32) / np.asarray(scale, np.float32)
         if np.dtype(dtype).itemsize == 1:
             limit = np.float32(ml_dtypes.finfo(dtype).max)
             values = np.clip(values.astype(np.float32), -limit, limit)  # NaN stays NaN
         return values.astype(dtype)
+
+
+SMALLEST_AMAX = np.float32(1e-26)
+
+
+def quantize(latent, rope, dtype):
+    """The bits of the latent in e4m3fn, a scale for each row, and the rope in ``dtype``.
+
+    ``latent`` is ``[n, 1, latent_dim]`` and ``rope`` ``[n, 1, rope_dim]``, each of any dtype that
+    float32 holds.
+    """
+    latent, rope = latent.astype(np.float32), rope.astype(np.float32)
+    amax = np.abs(latent).max(axis=-1, keepdims=True)  # NaN where there is one
+    amax = np.clip(amax, SMALLEST_AMAX, np.finfo(np.float32).max)
+    with np.errstate(all="ignore"):
+        scale = amax / np.float32(ml_dtypes.finfo("float8_e4m3fn").max)
+        limit = np.float32(ml_dtypes.finfo(dtype).max)
+        rope = np.clip(rope / scale, -limit, limit).astype(dtype)
+    return narrow(latent, "float8_e4m3fn", scale).view(np.uint8), scale, rope
+
+
+def dequantize(latent, scale, rope, dtype):
+    """Latent and rope in ``dtype``, of what ``quantize`` returns."""
+    latent = latent.view("float8_e4m3fn")
+    with np.errstate(all="ignore"):
+        parts = [part.astype(np.float32) * scale for part in (latent, rope)]
+    return tuple(narrow(part, dtype) for part in parts)
 
 
 def bits(array):

@@ -72,6 +72,20 @@ def test_mla_may_have_no_rope():
     assert dataclasses.replace(MLA, rope_dim=0).planes == (PlaneSpec("rows", (1, 512), "bfloat16"),)
 
 
+QUANTIZED = dataclasses.replace(MLA, quantization="per_token_head")
+
+
+def test_a_quantized_row_is_three():
+    assert QUANTIZED.planes == (
+        PlaneSpec("latent", (1, 512), "float8_e4m3fn"),
+        PlaneSpec("scale", (1, 1), "float32"),
+        PlaneSpec("rope", (1, 64), "bfloat16"),
+    )
+    assert QUANTIZED.bytes_per_token_per_layer == 512 + 4 + 64 * 2
+    assert dataclasses.replace(QUANTIZED, dtype="float32").planes[2].dtype == "float32"
+    assert QUANTIZED == MLAGeometry(48, 1, 3, 512, 64, "bfloat16", "per_token_head") != MLA
+
+
 def test_equal_geometries_hash_alike():
     """They are static fields of pytrees, so jit compares them."""
     same = dataclasses.replace(MLA, layers=LayerRange(0, 3), dtype=jnp.bfloat16)
@@ -119,6 +133,14 @@ def test_a_dtype_that_no_pool_stores_is_refused(dtype):
         (MLA, {"latent_dim": 0}, "latent_dim=0"),
         (MLA, {"rope_dim": -1}, "rope_dim=-1"),
         (MLA, {"rope_dim": None}, "rope_dim=None"),
+        (MLA, {"quantization": "int4"}, r"quantization='int4' .* allowed: \('per_token_head',\)"),
+        (MLA, {"quantization": ""}, "quantization=''"),
+        (QUANTIZED, {"dtype": "float16"}, "dtype='float16' .* range of float16"),
+        (QUANTIZED, {"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' .* the model's"),
+        (QUANTIZED, {"dtype": "float8_e5m2"}, "dtype='float8_e5m2'"),
+        (QUANTIZED, {"rope_dim": 0}, "rope_dim=0 leaves"),
+        (QUANTIZED, {"rope_dim": -1}, "rope_dim=-1"),
+        (QUANTIZED, {"latent_dim": 0}, "latent_dim=0"),
     ],
     ids=repr,
 )
@@ -160,7 +182,7 @@ def test_fp8_is_stored_as_its_bits(name):
 
 
 @pytest.mark.parametrize("padding_page", [True, False], ids=["device", "host"])
-@pytest.mark.parametrize("geometry", [MHA, MLA], ids=["mha", "mla"])
+@pytest.mark.parametrize("geometry", [MHA, MLA, QUANTIZED], ids=["mha", "mla", "quantized"])
 @given(budget_bytes=st.integers(0, GIB // 8))
 def test_fit_is_the_largest_that_fits(geometry, padding_page, budget_bytes):
     geometry = dataclasses.replace(geometry, padding_page=padding_page)
