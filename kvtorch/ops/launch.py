@@ -92,6 +92,8 @@ def tokens_per_program(num_tokens: int, most: int) -> int:
 
 def why_not(*tensors: torch.Tensor) -> str | None:
     """Why no kernel can run on these tensors, or ``None``."""
+    if torch.version.hip is not None:  # whose devices torch calls CUDA devices, too
+        return "needs an NVIDIA GPU, this torch is built for ROCm"
     for tensor in tensors:
         if not tensor.is_cuda:
             return f"needs tensors on a CUDA device, one is on {tensor.device}"
