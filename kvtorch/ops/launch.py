@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra import cuda
 
 MAX_ROW_ELEMENTS = 65536
@@ -59,7 +60,12 @@ def launch(
         _compiled[full_key] = compiled
     else:
         stream = torch._C._cuda_getCurrentRawStream(index)
-        compiled[grid](*pointers, *numbers, early, stream=stream)
+        hooks = knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            compiled[grid](*pointers, *numbers, early, stream=stream)
+        else:  # and no time for what hooks are told
+            what = (compiled.function, compiled.packed_metadata)
+            compiled.run(*grid, stream, *what, None, None, None, *pointers, *numbers, early)
     return None
 
 
