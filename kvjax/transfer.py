@@ -88,6 +88,7 @@ def restore(
       chunk_tokens: how many tokens to move at once.
 
     Raises:
+      TypeError: ``host_rows`` did not come from ``offload``.
       GeometryError: ``host_rows`` are of other planes or layers, or not one for each slot.
       ValueError: ``chunk_tokens`` is less than 1.
       IndexError: in checks mode, a slot is not there.
@@ -95,6 +96,8 @@ def restore(
     Source: SGLang 0.4.8 ``load_cpu_copy`` (A-MHA-8, A-MLA-12).
     """
     host_slots, geometry = _host_slots(pool, slots, chunk_tokens, distinct=True), pool.geometry
+    if not isinstance(host_rows, HostRows):
+        raise TypeError(f"host_rows is {type(host_rows)}, need what offload returned")
     require_same_planes("host_rows", host_rows, "the pool", geometry)
     if len(host_rows) != host_slots.size:
         raise GeometryError(f"host_rows has {len(host_rows)} rows for {host_slots.size} slots")

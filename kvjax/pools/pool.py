@@ -184,12 +184,17 @@ def require_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> None:
     """Raises unless ``rows`` are ``[*leading, *row]`` for each plane, in its dtype.
 
     Raises:
+      TypeError: not a sequence of arrays.
       GeometryError: says what they are instead.
     """
     specs = pool.geometry.planes
+    if not isinstance(rows, Sequence):
+        raise TypeError(f"rows is {type(rows)}, need a sequence, an array for each plane")
     if len(rows) != len(specs):
         raise GeometryError(f"rows has {len(rows)} planes, the pool {len(specs)}")
     for spec, new in zip(specs, rows, strict=True):
+        if not hasattr(new, "dtype"):
+            raise TypeError(f"rows of plane {spec.name!r} are {type(new)}, need an array")
         shape = (*leading, *spec.row_shape)
         if np.shape(new) != shape or new.dtype != spec.dtype:
             raise GeometryError(
