@@ -128,7 +128,7 @@ def _kernel(
         place = tl.where(place >= num_pages, place - num_pages, place)
         tl.store(pages_ptr + place, page, mask=is_first)
         tl.store(places_ptr + page, place.to(tl.int64), mask=is_first)
-        done += tl.sum(is_first.to(tl.int32), axis=0)
+        done += tl.sum(is_first.to(tl.int32), axis=0)  # pyright: ignore[reportOperatorIssue]
         start += BLOCK
 
     if FIRST:
