@@ -15,8 +15,9 @@ class Hopper:
     get_current_stream = staticmethod(lambda device: 0)
 
 driver.set_active(Hopper())
-from kvtorch.ops.{operation} import BLOCK, _kernel
-i = torch.int64
+from kvtorch.ops import {operation} as operation
+_kernel, BLOCK = operation._kernel, getattr(operation, "BLOCK", None)
+i, f, b, f8 = torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn
 for n in {sizes}:
     _kernel.warmup({arguments}, grid=(1,))
 print(len(_kernel.device_caches[0][0]))

@@ -16,7 +16,11 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvtorch.ops import library
+from kvtorch.ops import (
+    library,
+    read_quantized,  # noqa: F401  which defines the op
+    write_quantized,  # noqa: F401
+)
 from kvtorch.ops.move_rows import move_rows
 from kvtorch.ops.read_latent_rope import read_latent_rope
 from kvtorch.ops.read_rows import read_rows
@@ -32,6 +36,8 @@ CHANGED = {
     "move_rows": {"planes"},
     "write_latent_rope": {"plane"},
     "read_latent_rope": set(),
+    "write_quantized": {"planes"},
+    "read_quantized": set(),
 }
 FIRST_SLOT = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -81,11 +87,17 @@ def arguments(name, device):
     k, v = torch.ones(3, 2, 8, device=device), torch.ones(3, 1, 16, device=device)
     scale = torch.tensor(2.0, device=device)
     latent, rope = torch.ones(3, 1, 24, device=device).split([16, 8], -1)
+    quantized = [
+        torch.zeros(2, 32, 1, width, dtype=dtype, device=device)
+        for width, dtype in ((16, torch.uint8), (1, torch.float32), (8, torch.bfloat16))
+    ]
     return {
         "write_rows": (cache.planes, 1, slots, [k, v], 4, [2.0, None], [None, scale], []),
         "move_rows": (cache.planes, slots, slots + 1, 4, False),
         "write_latent_rope": (cache.latents, 1, slots, latent, rope, 4),
         "read_latent_rope": (cache.latents, 1, slots, 16, 4, torch.float32, torch.bfloat16),
+        "write_quantized": (quantized, 1, slots, latent, rope, 4),
+        "read_quantized": (quantized, 1, slots, 4, torch.float32),
     }[name]
 
 

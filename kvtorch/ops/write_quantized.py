@@ -1,0 +1,216 @@
+"""Writes latent rows in fp8, each with a scale of its own, in one launch."""
+
+# Triton's types as annotations of a kernel's numbers.
+# pyright: reportInvalidTypeForm=false
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kvjax.dispatch import Implementation, select
+from kvtorch.ops import launch, library, write_rows
+from kvtorch.ops.narrow import narrow
+
+STORED = torch.float8_e4m3fn
+LARGEST = torch.finfo(STORED).max
+SMALLEST_AMAX = 1e-26
+"""What a smaller amax counts as, so that rows of zeros have a scale. Source: TokenSpeed (B-Q)."""
+
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_LARGEST_ROPE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16)}
+
+# Latents a program writes: as in write_latent_rope, whose measurements these are.
+TILE = 2048
+
+
+def write_quantized(
+    planes: Sequence[torch.Tensor],
+    layer: int,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    *,
+    first_slot: int,
+    implementation: str | None = None,
+) -> None:
+    """Stores ``latent[t]`` in fp8, its scale, and ``rope[t]`` divided by the same, at ``slots[t]``.
+
+    In float32, every quotient rounded once: the scale is the largest ``|latent|`` of the token, at
+    least 1e-26, over 448, so that the largest element is stored as 448. What does not fit a
+    plane's dtype saturates at the largest finite value; casts round to nearest even. An infinite
+    latent counts as float32's largest number. A NaN in the latent makes the whole row NaN; one in
+    the rope stays where it is.
+
+    Slots that are not there, and repeated ones, as in ``write_rows``.
+
+    Args:
+      planes: latent ``[layers, rows, 1, R]`` of ``float8_e4m3fn``, or ``uint8`` that stands for it,
+        scale ``[layers, rows, 1, 1]`` of float32, and rope ``[layers, rows, 1, r]``; contiguous,
+        changed in place.
+      layer: position of the layer.
+      slots: int32 or int64, ``[n]``.
+      latent, rope: ``[n, 1, _]`` or ``[n, _]``, of any float dtypes and row strides.
+      first_slot: the first slot that is there.
+      implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
+
+    Raises:
+      UnsupportedError: the named implementation cannot run.
+
+    Source: TokenSpeed ``set_mla_kv_buffer`` of quantised pools (B-Q), its faults excepted.
+    """
+    _op(planes, layer, slots, latent, rope, first_slot, implementation)
+
+
+def _run(planes, layer, slots, latent, rope, first_slot, implementation=None) -> None:
+    planes = as_stored(planes)
+    run = select("write_quantized", IMPLEMENTATIONS, implementation, planes)
+    run(planes, layer, slots, latent, rope, first_slot)
+
+
+_op = library.define(
+    "write_quantized(Tensor(a!)[] planes, int layer, Tensor slots, Tensor latent, Tensor rope, "
+    "int first_slot, str? implementation=None) -> ()",
+    _run,
+)
+
+
+def as_stored(planes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """``planes`` with the latents in fp8, sharing memory."""
+    latents, *others = planes
+    return planes if latents.dtype == STORED else (latents.view(STORED), *others)
+
+
+def reference(
+    planes: Sequence[torch.Tensor],
+    layer: int,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    first_slot: int,
+) -> None:
+    """The specification, in plain torch."""
+    latents, _, ropes = planes
+    latent, rope = latent.flatten(1).float(), rope.flatten(1).float()
+    amax = latent.abs().amax(-1, keepdim=True)
+    amax = amax.clamp(SMALLEST_AMAX, torch.finfo(torch.float32).max)  # NaN stays NaN
+    # By a tensor: by a number, torch multiplies with its inverse on GPU.
+    scale = amax / torch.full((), LARGEST, dtype=torch.float32, device=amax.device)
+    largest = torch.finfo(ropes.dtype).max
+    rows = (
+        narrow(latent / scale, latents.dtype),
+        scale,
+        (rope / scale).clamp(-largest, largest).to(ropes.dtype),
+    )
+    rows = [row[:, None] for row in rows]
+    write_rows.reference(planes, layer, slots, rows, first_slot, (None, None, None))
+
+
+@triton.jit
+def _float32(values):
+    if values.dtype.is_fp8():
+        values = values.to(tl.float16)  # Triton knows no other way from e5m2 that keeps its NaNs
+    return values.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot"])
+def _kernel(
+    slots,
+    latents,
+    scales,
+    ropes,
+    latent,
+    rope,
+    layer,
+    num_tokens,
+    num_rows,
+    first_slot,
+    latent_stride: tl.int64,
+    rope_stride: tl.int64,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SMALLEST_AMAX: tl.constexpr,
+    LARGEST_AMAX: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LARGEST_ROPE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    launch.begin(EARLY)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    of_batch = token < num_tokens
+    slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
+    # Loading does not wait for the slots.
+    column = tl.arange(0, LATENT_BLOCK)[None, :]
+    mask = of_batch[:, None] & (column < LATENT)
+    source = latent + (token * latent_stride)[:, None] + column
+    latent_row = _float32(tl.load(source, mask=mask, other=0.0))
+    rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
+    mask = of_batch[:, None] & (rope_column < ROPE)
+    source = rope + (token * rope_stride)[:, None] + rope_column
+    rope_row = _float32(tl.load(source, mask=mask, other=0.0))
+    # The bits of numbers without sign are ordered as the numbers are, and NaNs come last; the
+    # maximum of floats would lose them.
+    magnitudes = latent_row.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(magnitudes, 1, keep_dims=True).to(tl.float32, bitcast=True)
+    amax = tl.clamp(amax, SMALLEST_AMAX, LARGEST_AMAX, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.div_rn(amax, LARGEST)
+    latent_row = launch.narrowed(tl.div_rn(latent_row, scale), latents.dtype.element_ty)
+    rope_row = tl.div_rn(rope_row, scale)
+    rope_row = tl.clamp(
+        rope_row, -LARGEST_ROPE, LARGEST_ROPE, propagate_nan=tl.PropagateNan.ALL
+    ).to(ropes.dtype.element_ty)
+    there = (of_batch & (slot >= first_slot) & (slot < num_rows))[:, None]
+    row = (layer * num_rows + slot)[:, None]
+    tl.store(latents + row * LATENT + column, latent_row, mask=there & (column < LATENT))
+    tl.store(scales + row, scale, mask=there)
+    tl.store(ropes + row * ROPE + rope_column, rope_row, mask=there & (rope_column < ROPE))
+
+
+def _triton(
+    planes: Sequence[torch.Tensor],
+    layer: int,
+    slots: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    first_slot: int,
+) -> None:
+    num_tokens = slots.shape[0]
+    if not num_tokens:
+        return
+    latents, scales, ropes = planes
+    if not latent.is_contiguous():
+        latent = launch.in_rows(latent, latent.dim() - 1)
+    if not rope.is_contiguous():
+        rope = launch.in_rows(rope, rope.dim() - 1)
+    latent_stride, rope_stride = latent.stride(0), rope.stride(0)
+    latent_dim, rope_dim = latent.shape[-1], rope.shape[-1]
+    latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)
+    tokens = launch.tokens_per_program(num_tokens, TILE // max(latent_block, rope_block))
+    alike = (latent_stride % 16, rope_stride % 16, latent_stride == 1, rope_stride == 1)
+    largest = (_LARGEST_FLOAT32, LARGEST, _LARGEST_ROPE[ropes.dtype])
+    constants = (latent_dim, rope_dim, latent_block, rope_block, tokens, SMALLEST_AMAX, *largest)
+    launch.launch(
+        _kernel,
+        (-(-num_tokens // tokens), 1, 1),
+        (slots.dtype, ropes.dtype, latent.dtype, rope.dtype, alike, constants),
+        (slots.contiguous(), latents, scales, ropes, latent, rope),
+        (layer, num_tokens, latents.shape[1], first_slot, latent_stride, rope_stride, *constants),
+    )
+
+
+def triton_why_not(planes: Sequence[torch.Tensor]) -> str | None:
+    """Why no kernel can run on these planes, or ``None``."""
+    ropes = planes[2].dtype
+    if ropes not in _LARGEST_ROPE:
+        return f"takes ropes of float32 or bfloat16, not {ropes}"
+    return launch.why_not_rows(planes)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(_triton, triton_why_not),
+    "reference": Implementation(reference, lambda *_: None),
+}
