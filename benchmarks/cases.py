@@ -109,6 +109,22 @@ def _reading(operation: Callable[..., Any]) -> Callable[..., tuple[Any, Pool]]:
     return call
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _plain_move(pool, dst, src):
+    """What one would write without kvjax; the reference goes layer by layer instead."""
+    planes = tuple(plane.at[:, dst].set(plane[:, src]) for plane in pool.planes)
+    return dataclasses.replace(pool, planes=planes)
+
+
+def _moving(**options: Any) -> Callable[..., tuple[Any, Pool]]:
+    def call(pool, dst, src, *, implementation):
+        if implementation == "plain":
+            return None, _plain_move(pool, dst, src)
+        return None, move(pool, dst, src, **options, implementation=implementation)
+
+    return call
+
+
 @functools.partial(jax.jit, static_argnames="num_tokens")
 def _assigned(*inputs, num_tokens):
     return assign_slots.reference(*inputs, page_size=16, num_tokens=num_tokens)
@@ -118,13 +134,14 @@ def _assign(pool, *inputs, implementation):
     return _assigned(*inputs[:-1], num_tokens=inputs[-1]), pool
 
 
+MOVES = ("mosaic_gpu", "plain")
 CASES = [
     Case("write K+V", MHA, 1, _keys_and_values, _in_place(mha.write)),
     Case("read K+V", MHA, 1, _layer_and_slots, _reading(mha.read)),
     Case("write latent+rope", MLA, 1, _latent_and_rope, _in_place(mla.write)),
     Case("read latent+rope", MLA, 1, _layer_and_slots, _reading(mla.read)),
-    Case("move, disjoint", MHA, LAYERS, _apart, _in_place(move, disjoint=True)),
-    Case("move, 1 in 50 overlaps", MHA, LAYERS, _one_in_fifty_overlaps, _in_place(move)),
-    Case("move, permutation", MHA, LAYERS, _permuted, _in_place(move)),
+    Case("move, disjoint", MHA, LAYERS, _apart, _moving(disjoint=True), MOVES),
+    Case("move, 1 in 50 overlaps", MHA, LAYERS, _one_in_fifty_overlaps, _moving(), MOVES),
+    Case("move, permutation", MHA, LAYERS, _permuted, _moving(), MOVES),
     Case("assign slots", MHA, 0, _extend, _assign, ("reference",)),
 ]

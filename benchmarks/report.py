@@ -13,6 +13,7 @@ from typing import Any
 LABELS: dict[str, str] = {
     "mosaic_gpu": "kvjax, Mosaic GPU",
     "reference": "XLA",
+    "plain": "XLA",
     "triton": "kvtorch, Triton",
     "torch": "torch's index operations",
     "sglang": "SGLang",
