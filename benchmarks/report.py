@@ -108,6 +108,10 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _label(figure: Figure) -> str:
+    return LABELS.get(figure.implementation, figure.implementation)
+
+
 def _plot(path: pathlib.Path, figures: list[Figure], about: dict[str, str]) -> None:
     import matplotlib
 
@@ -115,7 +119,7 @@ def _plot(path: pathlib.Path, figures: list[Figure], about: dict[str, str]) -> N
     from matplotlib import pyplot, ticker
 
     cases = list(dict.fromkeys(figure.case for figure in figures))
-    names = list(dict.fromkeys(figure.implementation for figure in figures))
+    labels = list(dict.fromkeys(_label(figure) for figure in figures))
     figure, axes = pyplot.subplots(
         1, len(cases), figsize=(3 * len(cases), 3.8), sharey=True, layout="constrained"
     )
@@ -123,18 +127,17 @@ def _plot(path: pathlib.Path, figures: list[Figure], about: dict[str, str]) -> N
     # Rows of a few tokens stay in caches, which are faster than a copy.
     highest = max(1, *(1.05 * (f.share or 0) for f in figures))
     for axis, case in zip([axes] if len(cases) == 1 else axes, cases, strict=True):
-        for color, name in enumerate(names):  # the same color everywhere
-            points = [f for f in figures if (f.case, f.implementation) == (case, name)]
+        for color, label in enumerate(labels):  # the same color everywhere
+            points = [f for f in figures if (f.case, _label(f)) == (case, label)]
             if points:
                 x, y = [f.num_tokens for f in points], [f.share for f in points]
-                (lines[name],) = axis.plot(x, y, "o-", color=f"C{color}")
+                (lines[label],) = axis.plot(x, y, "o-", color=f"C{color}")
         axis.set(title=case, xlabel="tokens a call", ylim=(0, highest))
         axis.set_xscale("log", base=2)
         axis.yaxis.set_major_formatter(ticker.PercentFormatter(1))
         axis.grid(alpha=0.3)
     figure.supylabel("share of the device-copy bandwidth")
-    labels = [LABELS.get(name, name) for name in lines]
-    figure.legend(lines.values(), labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=len(lines))
     figure.suptitle(f"{about['device']}, {about['device copy']}")
     pyplot.savefig(path, dpi=110)
     pyplot.close(figure)
