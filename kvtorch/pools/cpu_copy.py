@@ -18,30 +18,25 @@ Source: SGLang 0.4.8 ``cpu_offloading_chunk_size`` (A-KV-1)."""
 
 def get(
     planes: Planes, geometry: Geometry, slots: torch.Tensor, chunk_tokens: int
-) -> list[list[Any]]:
-    """Returns, for each layer and chunk of ``slots``, the rows in host memory.
+) -> list[list[list[torch.Tensor]]]:
+    """Returns, for each layer and chunk of ``slots``, a list of each plane's rows in host memory.
 
-    They are in the storage dtype, pinned if they come from a GPU: a tensor, or a list with one for
-    each plane if there are several. Waits until they are there.
+    They are in the storage dtype, pinned if they come from a GPU. Waits until they are there.
 
     Args:
       planes: in the storage dtypes.
       geometry: of the planes.
       slots: which rows; one that is not there gives zeros.
-      chunk_tokens: how many tokens to move at once.
-
-    Raises:
-      ValueError: ``chunk_tokens`` is less than 1.
+      chunk_tokens: how many tokens to move at once, at least 1.
     """
     chunks = _chunks(slots, chunk_tokens)
     _wait_for_all_work(planes)
-    copies: list[list[Any]] = []
+    copies: list[list[list[torch.Tensor]]] = []
     for layer in range(len(geometry.layers)):
         copies.append([])
         for chunk in chunks:
             rows = read_rows(planes, layer, chunk, first_slot=geometry.first_slot)
-            parts = [_on_host(part) for part in rows]
-            copies[-1].append(parts[0] if len(parts) == 1 else parts)
+            copies[-1].append([_on_host(part) for part in rows])
     _wait_for_own_work(planes)
     return copies
 
@@ -55,10 +50,11 @@ def load(
 ) -> None:
     """Writes what ``get`` returned at ``slots``, as many as there were; waits until it is done.
 
+    The rows of a single plane may also come without a list around them.
+
     Raises:
       GeometryError: there are other layers, chunks, shapes or dtypes than ``get`` would give;
         nothing is written.
-      ValueError: ``chunk_tokens`` is less than 1.
     """
     chunks = _chunks(slots, chunk_tokens)
     layers = range(len(geometry.layers))
@@ -82,8 +78,6 @@ def load(
 
 
 def _chunks(slots: torch.Tensor, chunk_tokens: int) -> Sequence[torch.Tensor]:
-    if chunk_tokens < 1:
-        raise ValueError(f"cpu_offloading_chunk_size={chunk_tokens} must be at least 1")
     return slots.split(chunk_tokens) if slots.numel() else ()
 
 

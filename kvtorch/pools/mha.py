@@ -7,12 +7,11 @@ import torch
 
 from kvjax.geometry import LayerRange, MHAGeometry
 from kvtorch.ops.narrow import Scale
-from kvtorch.ops.write_rows import write_rows
 from kvtorch.pools.kv_cache import KVCache
-from kvtorch.pools.values import as_scale, as_values
+from kvtorch.pools.kv_rows import KVRows
 
 
-class MHATokenToKVPool(KVCache):
+class MHATokenToKVPool(KVRows, KVCache):
     """Keys and values of multi-head, grouped-query or multi-query attention.
 
     Parameter names are SGLang 0.4.8's; ``KVCache`` says what holds for every pool. Beyond upstream:
@@ -28,11 +27,6 @@ class MHATokenToKVPool(KVCache):
 
     Source: SGLang 0.4.8 ``MHATokenToKVPool`` (A-MHA-1 to A-MHA-17).
     """
-
-    geometry: MHAGeometry
-    k_buffer: list[torch.Tensor]
-    v_buffer: list[torch.Tensor]
-    _BUFFERS = ("k_buffer", "v_buffer")
 
     def __init__(
         self,
@@ -73,25 +67,9 @@ class MHATokenToKVPool(KVCache):
             v_head_dim=v_head_dim,
             v_dtype=v_dtype,  # pyright: ignore[reportArgumentType]
         )
-        self._k_row, self._v_row = (spec.row_shape for spec in self.geometry.planes)
         self.device_module = torch.get_device_module(device)
         self.alt_stream = None  # K and V are written in one launch, which needs no second stream
         self._create_buffers(planes)
-
-    def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of K and of V, padding page included."""
-        self._require_here()
-        k, v = self.planes
-        return k.nbytes, v.nbytes
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._layer(0, layer_id)
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._layer(1, layer_id)
-
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def set_kv_buffer(
         self,
@@ -122,19 +100,4 @@ class MHATokenToKVPool(KVCache):
 
         Source: SGLang 0.4.8 (A-MHA-14, A-MHA-15), its faults (a) to (e), (g) and (h) excepted.
         """
-        self._require_here()
-        position = self._position(layer.layer_id)
-        slots = self._slots("loc", loc, distinct=True)
-        num_tokens, on = slots.shape[0], self._on
-        k = as_values("cache_k", cache_k, (num_tokens, *self._k_row), on)
-        v = as_values("cache_v", cache_v, (num_tokens, *self._v_row), on)
-        scales = (as_scale("k_scale", k_scale, on), as_scale("v_scale", v_scale, on))
-        write_rows(
-            self.planes,
-            position,
-            slots,
-            (k, v),
-            first_slot=self.page_size,
-            scales=scales,
-            dtypes=self._dtypes,
-        )
+        self._write(layer.layer_id, loc, cache_k, cache_v, k_scale, v_scale)

@@ -6,14 +6,11 @@ from typing import Any
 import torch
 
 from kvjax.geometry import LayerRange, MLAGeometry
-from kvtorch.ops.read_latent_rope import read_latent_rope
-from kvtorch.ops.write_latent_rope import write_latent_rope
-from kvtorch.ops.write_rows import write_rows
 from kvtorch.pools.kv_cache import KVCache
-from kvtorch.pools.values import as_values
+from kvtorch.pools.latent_rows import LatentRows
 
 
-class MLATokenToKVPool(KVCache):
+class MLATokenToKVPool(LatentRows, KVCache):
     """Latent and rope rows of multi-head latent attention.
 
     Parameter names are SGLang 0.4.8's; ``KVCache`` says what holds for every pool. Beyond upstream:
@@ -28,9 +25,7 @@ class MLATokenToKVPool(KVCache):
     Source: SGLang 0.4.8 ``MLATokenToKVPool`` (A-MLA-3 to A-MLA-13).
     """
 
-    geometry: MLAGeometry
     kv_buffer: list[torch.Tensor]
-    _BUFFERS = ("kv_buffer",)
 
     def __init__(
         self,
@@ -69,11 +64,6 @@ class MLATokenToKVPool(KVCache):
         )
         self._create_buffers(planes)
 
-    def get_kv_size_bytes(self) -> int:
-        """Bytes of all rows, padding page included."""
-        self._require_here()
-        return self.planes[0].nbytes
-
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Every row of one layer, latent first, sharing memory with the pool."""
         return self._layer(0, layer_id)
@@ -95,16 +85,7 @@ class MLATokenToKVPool(KVCache):
 
         Source: TokenSpeed ``get_mla_kv_buffer`` (B-M-17).
         """
-        self._layer(0, layer.layer_id)  # waits for it
-        return read_latent_rope(
-            self.planes[0],
-            self._position(layer.layer_id),
-            self._slots("loc", loc),
-            self.kv_lora_rank,
-            first_slot=self.page_size,
-            dtype=dst_dtype,
-            stored_dtype=self.dtype,
-        )
+        return self._read_parts(layer.layer_id, loc, dst_dtype)
 
     def set_kv_buffer(
         self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: Any
@@ -126,19 +107,7 @@ class MLATokenToKVPool(KVCache):
 
         Source: SGLang 0.4.8 (A-MLA-9).
         """
-        self._require_here()
-        position = self._position(layer.layer_id)
-        slots = self._slots("loc", loc, distinct=True)
-        shape = (len(slots), 1, self.kv_lora_rank + self.qk_rope_head_dim)
-        rows = as_values("cache_k", cache_k, shape, self._on)
-        write_rows(
-            self.planes,
-            position,
-            slots,
-            (rows,),
-            first_slot=self.page_size,
-            dtypes=self._dtypes,
-        )
+        self._write_joined(layer.layer_id, loc, cache_k)
 
     def set_mla_kv_buffer(
         self,
@@ -157,23 +126,4 @@ class MLATokenToKVPool(KVCache):
 
         Source: SGLang 0.4.8 (A-MLA-10), its faults excepted.
         """
-        self._require_here()
-        position = self._position(layer.layer_id)
-        slots = self._slots("loc", loc, distinct=True)
-        n = slots.shape[0]
-        latent = self._part("cache_k_nope", cache_k_nope, n, self.kv_lora_rank)
-        rope = self._part("cache_k_rope", cache_k_rope, n, self.qk_rope_head_dim)
-        write_latent_rope(
-            self.planes[0],
-            position,
-            slots,
-            latent,
-            rope,
-            first_slot=self.page_size,
-            dtype=None if self._dtypes is None else self.dtype,
-        )
-
-    def _part(self, name: str, part: Any, num_tokens: int, width: int) -> torch.Tensor:
-        flat = isinstance(part, torch.Tensor) and part.dim() == 2
-        shape = (num_tokens, width) if flat else (num_tokens, 1, width)
-        return as_values(name, part, shape, self._on)
+        self._write_parts(layer.layer_id, loc, cache_k_nope, cache_k_rope)

@@ -228,7 +228,7 @@ def test_a_mha_16_a_mla_13_every_pool_moves_at_once(name, device, dtype, disjoin
 def test_a_promise_of_disjoint_slots_reaches_the_operation(disjoint, monkeypatch):
     given = []
     monkeypatch.setattr(
-        "kvtorch.pools.kv_cache.move_rows", lambda *_, **options: given.append(options)
+        "kvtorch.pools.plane_pool.move_rows", lambda *_, **options: given.append(options)
     )
     zero_pool(GEOMETRIES["mla"]).move_kv_cache(slots(4), slots(5), disjoint=disjoint)
     assert given == [{"first_slot": 4, "disjoint": disjoint}]
@@ -546,7 +546,7 @@ def test_a_mod_4_transfers_are_timed_for_who_listens(name, device, caplog):
 
 
 def test_a_mod_3_the_size_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "kvtorch.pools.kv_cache"):
+    with caplog.at_level(logging.INFO, "kvtorch.pools.plane_pool"):
         mha((1 << 18) - 4, 4, torch.float8_e4m3fn, 1, 256, 1, v_head_dim=128)
     assert "#tokens: 262140, k 0.06 GB, v 0.03 GB" in caplog.text
 
