@@ -1,1 +1,1 @@
-"""Pools: SGLang's classes over stacked planes."""
+"""Pools: engines' classes over stacked planes."""
