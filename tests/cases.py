@@ -28,6 +28,7 @@ class Case:
       layer: ``TRACED``, a number known when compiling, or ``None`` for all layers.
       constants: of modules of ``kvjax.ops``, replaced while compiling: ``(("row_copy.X", 1),)``.
       latent_dim: columns of the first part of a row, where rows have two.
+      given: the dtypes of the parts of a row, where they are not those of planes.
     """
 
     rows: tuple
@@ -37,6 +38,7 @@ class Case:
     num_layers: int = 2
     first_slot: int = 4
     latent_dim: int | None = None
+    given: tuple = ()
 
     @property
     def num_rows(self):
@@ -45,7 +47,8 @@ class Case:
     def __str__(self):
         planes = "+".join(f"{dtype}{list(shape)}" for shape, dtype in self.rows)
         constants = "".join(f"-{name}={value}" for name, value in self.constants)
-        return f"{planes}-n={self.num_tokens}-layer={self.layer}{constants}".replace(" ", "")
+        given = f"{'+'.join(self.given)}-to-" if self.given else ""
+        return f"{given}{planes}-n={self.num_tokens}-layer={self.layer}{constants}".replace(" ", "")
 
 
 def of_all_layers(cases):
@@ -116,3 +119,33 @@ LATENT_FOR_GPU = [
     latent(16, 0, "float32", 0),
     latent(64, 32, "float32", 2053),
 ]
+
+
+def quantized(latent_dim, rope_dim, dtype, given, *args):
+    rows = ((1, latent_dim), "uint8"), ((1, 1), "float32"), ((1, rope_dim), dtype)
+    return Case(rows, *args, given=given)
+
+
+_F32, _BF16, _F16 = "float32", "bfloat16", "float16"
+MANY_QUANTIZED = [
+    *(quantized(64, 32, _BF16, (_F32, _F32), num_tokens) for num_tokens in (0, 1, 7, 33)),
+    *(quantized(64, 32, _BF16, (_F32, _F32), 7, layer) for layer in (0, 1, -1, 2)),
+    quantized(512, 64, _BF16, (_BF16, _BF16), 7),
+    quantized(100, 28, _F32, (_F16, _BF16), 7),
+    quantized(5, 3, _BF16, (_F32, _F16), 7),
+    quantized(1, 1, _F32, (_F32, _F32), 7),
+]
+FEW_QUANTIZED = [
+    quantized(64, 32, _BF16, (_F32, _F32), 0),
+    quantized(64, 32, _F32, (_F32, _F32), 3, -1),
+    quantized(512, 64, _BF16, (_BF16, _BF16), 5),
+    quantized(112, 48, _F32, (_F16, _BF16), 4),
+    quantized(272, 144, _BF16, (_F32, _F16), 3),
+]
+QUANTIZED_FOR_GPU = [
+    quantized(512, 64, _BF16, (_BF16, _BF16), 2053),
+    quantized(512, 64, _F32, (_F32, _F16), 33),
+    quantized(112, 48, _BF16, (_F16, _BF16), 64),
+    quantized(512, 64, _BF16, (_BF16, _BF16), 0),
+]
+TO_LOWER_QUANTIZED = [case for case in FEW_QUANTIZED if case.num_tokens]

@@ -56,7 +56,7 @@ def for_examples(name, strategy, check):
 def run(operation, name, case, *args, detect_races=True, **options):
     """What the named implementation of ``kvjax.ops.<operation>`` makes of the arguments.
 
-    Arrays are traced, Python's numbers are not. Compiled once for each shape.
+    Arrays are traced, Python's numbers and strings are not. Compiled once for each shape.
     """
     args, options = [_fix(arg) for arg in args], {key: _fix(arg) for key, arg in options.items()}
     result = _compiled(operation, name, case.constants, detect_races)(*args, **options)
@@ -69,17 +69,17 @@ def run(operation, name, case, *args, detect_races=True, **options):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Fixed:
-    """A number known when compiling."""
+    """A number or a name known when compiling."""
 
-    number: int | bool
+    value: int | bool | str
 
 
 def _fix(arg):
-    return _Fixed(arg) if isinstance(arg, int) else arg
+    return _Fixed(arg) if isinstance(arg, int | str) else arg
 
 
 def _unfix(arg):
-    return arg.number if isinstance(arg, _Fixed) else arg
+    return arg.value if isinstance(arg, _Fixed) else arg
 
 
 @functools.cache

@@ -20,7 +20,7 @@ def narrow(
     is_fp8 = dtype.startswith("float8")
     if values.dtype != dtype:
         if scale is not None:
-            values = _quotient(values, scale)
+            values = quotient(values, scale)
         if is_fp8:
             limit = float(jnp.finfo(dtype).max)
             values = jnp.clip(values.astype(jnp.float32), -limit, limit)
@@ -28,10 +28,12 @@ def narrow(
     return jax.lax.bitcast_convert_type(values, jnp.uint8) if is_fp8 else values
 
 
-def _quotient(
-    values: Float[Array, "*shape"], scale: Float32[Array, ""]
+def quotient(
+    values: Float[Array, "*shape"], scale: Float32[Array, "*_"]
 ) -> Float32[Array, "*shape"]:
     """``values / scale``, as if rounded once to float32, on every backend.
+
+    ``scale`` is one number, or as many as broadcast to ``values``.
 
     XLA's float32 division on GPU is off by one bit now and then, and a float64 division of float32
     numbers that is rounded to float32 becomes one there. A float64 product with the inverse does

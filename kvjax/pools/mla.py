@@ -1,4 +1,4 @@
-"""Latent and rope rows of multi-head latent attention."""
+"""Latent and rope rows of multi-head latent attention, as they are or quantized."""
 
 from functools import partial
 from typing import Any
@@ -8,11 +8,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from kvjax.errors import GeometryError
-from kvjax.geometry import MLAGeometry
+from kvjax.geometry import MLAGeometry, dtype_name
 from kvjax.ops.narrow import narrow
 from kvjax.ops.read_latent_rope import read_latent_rope
+from kvjax.ops.read_quantized import read_quantized
 from kvjax.ops.types import Planes
 from kvjax.ops.write_latent_rope import write_latent_rope
+from kvjax.ops.write_quantized import write_quantized
 from kvjax.ops.write_rows import write_rows
 from kvjax.pools.pool import LayerId, Pool, as_values, slots_of, typed, update
 
@@ -32,9 +34,10 @@ def write(
       pool: updated in place and used up.
       layer_id: the model's layer number, a Python int or a traced scalar.
       slots: where each token goes, distinct; slots that are not there are not written.
-      latent: cast to the pool's dtype, as ``ops.narrow`` says.
+      latent: cast to the pool's dtype, as ``ops.narrow`` says, or quantized, as
+        ``ops.write_quantized`` does.
       rope: likewise, whatever the dtype of ``latent``.
-      implementation: of ``ops.write_latent_rope``.
+      implementation: of ``ops.write_latent_rope``, or of ``ops.write_quantized``.
 
     Raises:
       GeometryError: not a pool of latent rows, the layer is not on this rank, or a part is not one
@@ -42,7 +45,8 @@ def write(
       TypeError: a part is not of floats of at most 32 bits.
       IndexError: in checks mode, a slot is not there.
 
-    Source: SGLang 0.4.8 ``set_mla_kv_buffer`` (A-MLA-10), its faults excepted.
+    Source: SGLang 0.4.8 ``set_mla_kv_buffer`` (A-MLA-10), TokenSpeed's (B-M-16), their faults
+    excepted.
     """
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
@@ -67,7 +71,8 @@ def write_joined(
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots, distinct=True)
-    rows = as_values("rows", rows, (slots.size, *geometry.planes[0].row_shape))
+    width = geometry.latent_dim + geometry.rope_dim
+    rows = as_values("rows", rows, (slots.size, 1, width))
     return _write(pool, index, slots, (rows,), implementation=implementation)
 
 
@@ -85,17 +90,22 @@ def read(
       pool: read, not changed.
       layer_id: the model's layer number, a Python int or a traced scalar.
       slots: which rows, in any order and as often as wanted.
-      dtype: of the result; the pool's if ``None``.
-      implementation: of ``ops.read_latent_rope``.
+      dtype: of the result; the pool's if ``None``, which is the model's where it is quantized.
+      implementation: of ``ops.read_latent_rope``, or of ``ops.read_quantized``.
 
     Raises:
-      GeometryError: not a pool of latent rows, or the layer is not on this rank.
+      GeometryError: not a pool of latent rows, the layer is not on this rank, or a quantized pool
+        cannot be read in that dtype.
       IndexError: in checks mode, a slot is not there.
 
     Source: TokenSpeed ``get_mla_kv_buffer`` (B-M-17).
     """
-    index = _geometry(pool).layers.local(layer_id)
+    geometry = _geometry(pool)
+    index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots)
+    if geometry.quantization is not None:
+        dtype = dtype_name(geometry.dtype if dtype is None else dtype)
+        return _read_quantized(pool, index, slots, dtype, implementation=implementation)
     return _read(pool, index, slots, dtype, implementation=implementation)
 
 
@@ -113,7 +123,12 @@ def _write(
     parts: tuple[Float[Array, "n 1 _"], ...],
     implementation: str | None,
 ) -> Pool:
-    (spec,) = pool.geometry.planes
+    geometry = _geometry(pool)
+    if geometry.quantization is not None:
+        if len(parts) == 1:
+            parts = parts[0][..., : geometry.latent_dim], parts[0][..., geometry.latent_dim :]
+        return update(write_quantized, pool, index, slots, *parts, implementation=implementation)
+    (spec,) = geometry.planes
     parts = tuple(narrow(part, spec.dtype) for part in parts)
     if len(parts) == 1:
         return update(write_rows, pool, index, slots, parts, implementation=implementation)
@@ -145,3 +160,21 @@ def _read(
     (latent,), (rope,) = typed(pool, [latent]), typed(pool, [rope])
     dtype = geometry.dtype if dtype is None else dtype
     return latent.astype(dtype), rope.astype(dtype)
+
+
+@partial(jax.jit, static_argnames=("dtype", "implementation"))
+def _read_quantized(
+    pool: Pool,
+    index: LayerId,
+    slots: Int32[Array, " n"],
+    dtype: str,
+    implementation: str | None,
+) -> tuple[Float[Array, "n 1 _"], Float[Array, "n 1 _"]]:
+    return read_quantized(
+        pool.planes,
+        index,
+        slots,
+        first_slot=pool.geometry.first_slot,
+        dtype=dtype,
+        implementation=implementation,
+    )

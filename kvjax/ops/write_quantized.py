@@ -1,0 +1,218 @@
+"""Quantizes latent rows per token and writes what they are stored as, in one launch."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32
+
+from kvjax.dispatch import Implementation, select
+from kvjax.ops import row_copy, write_rows
+from kvjax.ops.narrow import narrow, quotient
+from kvjax.ops.types import Layer, Planes, Slots
+from kvjax.slots import are_there
+
+SMALLEST_AMAX = 1e-26
+"""What a row's largest magnitude is taken for where it is smaller. Source: TokenSpeed (B-Q)."""
+
+LATENT_DTYPE = "float8_e4m3fn"
+
+# Chosen, not measured: as many as give a block some copies to wait for at once.
+TOKENS_PER_BLOCK = 4
+
+_LANES = 128  # of a warpgroup
+
+Part = Float[Array, "n 1 _"]
+
+
+def write_quantized(
+    planes: Planes,
+    layer: Layer,
+    slots: Slots,
+    latent: Part,
+    rope: Part,
+    *,
+    first_slot: int,
+    implementation: str | None = None,
+) -> Planes:
+    """Returns ``planes`` with token t quantized and stored at ``slots[t]``, in all three of them.
+
+    The scale of a token is its latent's largest magnitude, at least ``SMALLEST_AMAX`` and finite,
+    over the largest value of fp8 e4m3fn. Latent and rope are divided by it, saturate at the largest
+    finite value of what stores them, and are rounded to nearest even; all in float32, each step
+    rounded once (on CPU, XLA takes its subnormal numbers for zeros). So an infinite latent is
+    stored as the largest value beside a scale that makes it float32's largest or, by rounding,
+    infinite; a NaN in the latent makes the whole token NaN; one in the rope stays where it is.
+
+    Slots and layers that are not there, and repeated slots, as in ``write_rows``.
+
+    Args:
+      planes: latent (fp8, as its bits), scale (float32) and rope; updated in place where they are
+        donated.
+      layer: position of the layer, traced or not.
+      slots: where each token goes.
+      latent: the first part of each token.
+      rope: the second, whatever the dtype of ``latent``.
+      first_slot: the first slot that is there.
+      implementation: a name in ``IMPLEMENTATIONS``; the fastest that can run if ``None``.
+
+    Raises:
+      UnsupportedError: the named implementation cannot run.
+
+    Source: TokenSpeed ``per_token_head`` (B-Q), its overflows excepted.
+    """
+    run = select("write_quantized", IMPLEMENTATIONS, implementation, planes, latent, rope)
+    return run(planes, layer, slots, latent, rope, first_slot=first_slot)
+
+
+def reference(
+    planes: Planes, layer: Layer, slots: Slots, latent: Part, rope: Part, *, first_slot: int
+) -> Planes:
+    """The specification, in plain JAX."""
+    latent, rope = latent.astype(jnp.float32), rope.astype(jnp.float32)
+    scale = _scale_of(_amax(latent))
+    rows = narrow(quotient(latent, scale), LATENT_DTYPE), scale, _scaled(rope, scale, planes[2])
+    return write_rows.reference(planes, layer, slots, rows, first_slot=first_slot)
+
+
+def _amax(latent: Float32[Array, "*n width"]) -> Float32[Array, "*n 1"]:
+    """Each token's largest magnitude, NaN where there is one."""
+    # As integers, NaNs are the largest; of numbers, XLA's maximum on CPU loses some.
+    magnitudes = jax.lax.bitcast_convert_type(jnp.abs(latent), jnp.int32)
+    return jax.lax.bitcast_convert_type(magnitudes.max(axis=-1, keepdims=True), jnp.float32)
+
+
+def _scale_of(amax: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    amax = jnp.clip(amax, SMALLEST_AMAX, float(jnp.finfo(jnp.float32).max))
+    return quotient(amax, jnp.float32(jnp.finfo(LATENT_DTYPE).max))
+
+
+def _scaled(
+    rope: Float32[Array, "*shape"], scale: Float32[Array, "*_"], plane: Any
+) -> Float[Array, "*shape"]:
+    limit = float(jnp.finfo(plane.dtype).max)
+    return jnp.clip(quotient(rope, scale), -limit, limit).astype(plane.dtype)
+
+
+def _mosaic_gpu(
+    planes: Planes, layer: Layer, slots: Slots, latent: Part, rope: Part, *, first_slot: int
+) -> Planes:
+    if slots.shape[0] == 0:
+        return planes
+    refs = row_copy.as_refs(planes)
+    where = jnp.asarray(layer, jnp.int32).reshape(1), slots
+    _launch(refs, *where, _flat(latent), _flat(rope), first_slot)
+    return row_copy.frozen(refs, planes)
+
+
+def _flat(part: Part) -> Float[Array, "n _"]:
+    if part.dtype.itemsize == 1:  # not every cast of fp8 is one that the kernel has
+        part = part.astype(jnp.float32)
+    return part.reshape(part.shape[0], part.shape[-1])
+
+
+def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_slot: int) -> None:
+    num_tokens = slots.shape[0]
+    num_layers, num_rows, _ = planes[0].shape
+    parts = latent, rope
+    widths = [part.shape[-1] for part in parts]
+    stored = [planes[0].dtype, planes[2].dtype]
+
+    def staged(dtypes):
+        return [
+            plgpu.SMEM((TOKENS_PER_BLOCK, padded(width)), dtype)
+            for width, dtype in zip(widths, dtypes, strict=True)
+        ]
+
+    @functools.partial(
+        plgpu.kernel,
+        grid=(pl.cdiv(num_tokens, TOKENS_PER_BLOCK),),
+        grid_names=("block",),
+        scratch_types=(
+            staged([part.dtype for part in parts]),
+            staged(stored),
+            plgpu.Barrier(num_arrivals=TOKENS_PER_BLOCK * len(parts)),
+        ),
+        kernel_name="write_quantized",
+    )
+    def kernel(layer_gmem, slots_gmem, latent_gmem, rope_gmem, *refs):
+        latents_gmem, scales_gmem, ropes_gmem, given_smem, stored_smem, loaded = refs
+        first = jax.lax.axis_index("block") * TOKENS_PER_BLOCK
+        # The columns that are there for the lanes alone must not count as magnitudes.
+        for smem, width in zip(given_smem, widths, strict=True):
+            if width < smem.shape[-1]:
+                smem[...] = jnp.zeros_like(smem)
+        plgpu.commit_smem()
+        for i in range(TOKENS_PER_BLOCK):
+            token = jnp.minimum(first + i, num_tokens - 1)
+            for gmem, smem, width in zip((latent_gmem, rope_gmem), given_smem, widths, strict=True):
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[token],
+                    smem.at[i, pl.ds(0, width)],
+                    loaded,
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+        plgpu.barrier_wait(loaded)
+        scales = []
+        for i in range(TOKENS_PER_BLOCK):
+            latent, rope = (smem[i].astype(jnp.float32) for smem in given_smem)
+            scale = _scale_of(jnp.max(jnp.abs(latent)))  # in a kernel, NaN is the largest
+            stored_smem[0][i] = narrow(quotient(latent, scale), LATENT_DTYPE)
+            stored_smem[1][i] = _scaled(rope, scale, stored_smem[1])
+            scales.append(scale)
+        plgpu.commit_smem()
+        place = layer_gmem[0]
+        for i in range(TOKENS_PER_BLOCK):
+            token = first + i
+            slot = slots_gmem[jnp.minimum(token, num_tokens - 1)]
+            there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
+
+            @pl.when(there & (token < num_tokens))
+            def _store(i=i, slot=slot):
+                scales_gmem[place, slot, 0] = scales[i]
+                for smem, gmem, width in zip(
+                    stored_smem, (latents_gmem, ropes_gmem), widths, strict=True
+                ):
+                    plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, width)], gmem.at[place, slot])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    kernel(layer, slots, latent, rope, *planes)
+
+
+def padded(width: int) -> int:
+    """The columns that a row is computed with: as many for each lane, and a power of two.
+
+    Of other multiples, JAX 0.11 cannot store zeros.
+    """
+    return _LANES * pl.next_power_of_2(pl.cdiv(width, _LANES))
+
+
+def cannot_stage(*widths: int) -> str | None:
+    """Why a block cannot hold rows of these widths twice, with up to 4 bytes a number."""
+    num_bytes = TOKENS_PER_BLOCK * 2 * 4 * sum(map(padded, widths))
+    if num_bytes > row_copy.MAX_SHARED_BYTES:
+        return f"rows of {sum(widths)} numbers are more than a block can stage"
+    return None
+
+
+def cannot_write(planes: Planes, latent: Part, rope: Part) -> str | None:
+    """Why the kernel cannot write such rows, whatever the machine."""
+    return (
+        row_copy.cannot_copy((planes[0], planes[2]))
+        or row_copy.cannot_copy((latent[None], rope[None]))
+        or cannot_stage(latent.shape[-1], rope.shape[-1])
+    )
+
+
+def _mosaic_gpu_why_not(planes: Planes, latent: Part, rope: Part) -> str | None:
+    return row_copy.why_not((planes[0], planes[2])) or cannot_write(planes, latent, rope)
+
+
+IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(_mosaic_gpu, _mosaic_gpu_why_not),
+    "reference": Implementation(reference, lambda *_: None),
+}
