@@ -12,7 +12,7 @@ from jax.core import Tracer
 from torch.utils import dlpack
 
 from kvjax.errors import GeometryError, UnsupportedError
-from kvjax.geometry import Geometry, MHAGeometry, MLAGeometry
+from kvjax.geometry import Geometry
 from kvjax.pools.pool import Pool
 
 _CPU_ALIGNMENT = 64
@@ -172,7 +172,7 @@ class Adoption:
 
     @property
     def pool(self) -> Any:
-        """The torch pool, an ``MHATokenToKVPool`` or ``MLATokenToKVPool``."""
+        """The torch pool, SGLang's or, of quantised rows, TokenSpeed's."""
         if self._pool is None:
             raise RuntimeError("the memory was given back to JAX by release()")
         return self._pool
@@ -224,34 +224,9 @@ def adopt(pool: Pool) -> Adoption:
 
 def _torch_pool(planes: tuple[torch.Tensor, ...], geometry: Geometry) -> Any:
     # Not at the top: pools come here, too, when they are asked to lend themselves.
-    from kvtorch.pools.mha import MHATokenToKVPool
-    from kvtorch.pools.mla import MLATokenToKVPool
+    from kvtorch.pools.from_geometry import pool_over
 
-    common = {
-        "size": geometry.num_slots,
-        "page_size": geometry.page_size,
-        "layer_num": len(geometry.layers),
-        "device": str(planes[0].device),
-        "enable_memory_saver": False,
-        "start_layer": geometry.layers.start,
-        "planes": planes,
-    }
-    if isinstance(geometry, MHAGeometry):
-        return MHATokenToKVPool(
-            dtype=getattr(torch, geometry.dtype),
-            head_num=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            v_head_dim=geometry.v_head_dim,
-            v_dtype=getattr(torch, str(geometry.v_dtype)),
-            **common,
-        )
-    assert isinstance(geometry, MLAGeometry)
-    return MLATokenToKVPool(
-        dtype=getattr(torch, geometry.dtype),
-        kv_lora_rank=geometry.latent_dim,
-        qk_rope_head_dim=geometry.rope_dim,
-        **common,
-    )
+    return pool_over(planes, geometry)
 
 
 def _require_usable(name: str, pool: Any) -> None:

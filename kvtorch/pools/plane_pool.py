@@ -236,7 +236,7 @@ class PlanePool:
         """For each plane what to call the layers that engines see, and these."""
         names, buffers = list(self._BUFFERS), [getattr(self, name) for name in self._BUFFERS]
         if len(buffers) < len(self.planes):
-            names = [f"{names[0]} of plane {spec.name!r}" for spec in self.geometry.planes]
+            names = [f"plane {spec.name!r}: {names[0]}" for spec in self.geometry.planes]
             buffers = [[layer[i] for layer in buffers[0]] for i in range(len(self.planes))]
         return names, buffers
 

@@ -1,19 +1,23 @@
 """Torch pools of known bits, beside the NumPy planes that they should equal."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
 from kvjax import MHAGeometry
+from kvtorch import tokenspeed
 from kvtorch.pools.mha import MHATokenToKVPool
 from kvtorch.pools.mla import MLATokenToKVPool
 from tests import oracles
 from tests.pools.junk import GEOMETRIES as _ALL
-from tests.pools.junk import rows_of
+from tests.pools.junk import MLA, rows_of
 from tests.strategies import random_rows
 
 GEOMETRIES = {name: geometry for name, geometry in _ALL.items() if geometry.padding_page}
+GEOMETRIES["mla, quantised"] = dataclasses.replace(MLA, quantization="per_token_head")
 
 
 def torch_pool(geometry, planes):
@@ -36,8 +40,12 @@ def torch_pool(geometry, planes):
             v_dtype=getattr(torch, geometry.v_dtype),
             **options,
         )
-    return MLATokenToKVPool(
-        kv_lora_rank=geometry.latent_dim, qk_rope_head_dim=geometry.rope_dim, **options
+    options |= {"kv_lora_rank": geometry.latent_dim, "qk_rope_head_dim": geometry.rope_dim}
+    if geometry.quantization is None:
+        return MLATokenToKVPool(**options)
+    options |= {"model_dtype": options["dtype"], "dtype": torch.float8_e4m3fn}
+    return tokenspeed.MLATokenToKVPool(
+        quant_method="per_token_head", max_batch_size=8, max_context_len=64, rank=0, **options
     )
 
 

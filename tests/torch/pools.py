@@ -54,6 +54,9 @@ def values(pool, num_tokens):
 
 def write(pool, layer_id, loc, new, *scales):
     """``set_kv_buffer`` for whatever kind of pool."""
+    if len(new) == 3:  # quantised rows, which are given as the model has them
+        latent, _, rope = new
+        new = [torch.cat([latent, rope], -1)]
     new = new if len(new) == 2 else [*new, None]
     pool.set_kv_buffer(Layer(layer_id), loc, *new, *scales)
 

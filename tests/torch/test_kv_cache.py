@@ -107,7 +107,7 @@ def test_a_mha_9_k_and_v_of_one_form_are_stacked(dtype):
 def test_a_mha_7_a_mla_12_host_copies_come_in_chunks(name, device, chunk_tokens):
     geometry = GEOMETRIES[name]
     pool, planes = junk_pool(geometry, device=device)
-    pool.cpu_offloading_chunk_size = chunk_tokens
+    setattr(pool, pool._CHUNK, chunk_tokens)
     copies = pool.get_cpu_copy(torch.from_numpy(READ).to(device))
     assert len(copies) == len(geometry.layers)
     for layer, chunks in enumerate(copies):
@@ -469,11 +469,17 @@ def swap_layers(pool):
 
 
 def copy_a_layer(pool):
-    getattr(pool, pool._BUFFERS[-1])[2] = getattr(pool, pool._BUFFERS[-1])[2].clone()
+    buffers = getattr(pool, pool._BUFFERS[-1])
+    of_layer = buffers[2]
+    is_one = isinstance(of_layer, torch.Tensor)
+    buffers[2] = of_layer.clone() if is_one else (*of_layer[:2], of_layer[2].clone())
 
 
 def lose_a_layer(pool):
     getattr(pool, pool._BUFFERS[0]).pop()
+
+
+OF_ALL_PLANES = (swap_layers, lose_a_layer)
 
 
 def dirty_the_padding_page(pool):
@@ -509,8 +515,10 @@ def test_an_audit_finds(name, spoil, message):
     pool, _ = junk_pool(GEOMETRIES[name])
     assert pool.audit() == []
     spoil(pool)
-    (found,) = pool.audit()
-    assert message in found
+    found = pool.audit()
+    assert found and all(message in each for each in found)
+    together = len(pool._BUFFERS) < len(pool.planes)  # a tuple for each layer, of all planes
+    assert len(found) == (len(pool.planes) if together and spoil in OF_ALL_PLANES else 1)
 
 
 @by_name
