@@ -17,7 +17,7 @@ from kvjax import LayerRange, MHAGeometry, MLAGeometry, PageAllocator, allocator
 from kvjax.geometry import DTYPE_BYTES
 
 LAYERS = LayerRange(1, 4)
-NUM_SLOTS = 1 << 16
+NUM_SLOTS = 1 << 18
 NUM_TOKENS = 8
 NUM_CONTEXT = 24
 
@@ -26,8 +26,8 @@ def mha_geometry(dtype):
     return MHAGeometry(NUM_SLOTS, 16, LAYERS, 2, 16, dtype, 32, "bfloat16")
 
 
-def mla_geometry(dtype):
-    return MLAGeometry(NUM_SLOTS, 16, LAYERS, 64, 32, dtype)
+def mla_geometry(dtype, quantization=None):
+    return MLAGeometry(NUM_SLOTS, 16, LAYERS, 64, 32, dtype, quantization)
 
 
 def array(*shape, dtype="float32"):
@@ -53,7 +53,7 @@ def write(pool, layer_id, slots, values, **options):
     """New values in the dtype of a model, cast on the way in."""
     if isinstance(pool.geometry, MHAGeometry):
         return mha.write(pool, layer_id, slots, *values, k_scale=2.0, **options)
-    (rows,) = values
+    rows = jnp.concatenate([values[0], *values[2:]], axis=-1)  # of quantized ones no scale
     latent_dim = pool.geometry.latent_dim
     parts = rows[..., :latent_dim], rows[..., latent_dim:]
     return mla.write(pool, layer_id, slots, *parts, **options)
@@ -161,6 +161,10 @@ GEOMETRIES = {
     for kind, make in (("mha", mha_geometry), ("mla", mla_geometry))
     for dtype in DTYPE_BYTES
 }
+GEOMETRIES |= {
+    f"mla-quantized-{dtype}": mla_geometry(dtype, "per_token_head")
+    for dtype in ("bfloat16", "float32")
+}
 ALL = {**UPDATES, **STEPS}
 
 
@@ -176,6 +180,7 @@ def test_in_place(update, geometry):
     [
         *((update, "mha-float8_e4m3fn") for update in ALL),
         *((update, "mla-bfloat16") for update in ("write", *STEPS)),
+        *((update, "mla-quantized-bfloat16") for update in ("write", *STEPS)),
     ],
 )
 def test_in_place_by_kernels(update, geometry):
@@ -184,7 +189,7 @@ def test_in_place_by_kernels(update, geometry):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", ["mha-bfloat16", "mla-float8_e5m2"])
+@pytest.mark.parametrize("geometry", ["mha-bfloat16", "mla-float8_e5m2", "mla-quantized-bfloat16"])
 @pytest.mark.parametrize("update", ["write", "move", "unrolled"])
 def test_in_place_by_xla_on_a_gpu(update, geometry):
     """As for rows that the kernel cannot copy."""

@@ -205,6 +205,64 @@ def test_fp1_a_scale_of_none_is_one_and_is_ignored_for_fp8():
         np.testing.assert_array_equal(plane, stored[0])
 
 
+QUANTIZED = MLAGeometry(12, 4, 2, 4, 3, "bfloat16", "per_token_head")
+
+
+def a_quantized_row(slot, latent=(1, -2, 4, 0.5)):
+    """A pool with one row, in its second layer; the rope is the same for any latent."""
+    parts = np.float32(latent).reshape(1, 1, 4), np.float32([1, -3, 0]).reshape(1, 1, 3)
+    return mla.write(kvjax.create(QUANTIZED), 1, [slot], *parts)
+
+
+def quantized_row(pool, slot):
+    return [np.asarray(part).ravel().tolist() for part in mla.read(pool, 1, [slot])]
+
+
+def test_fp4_a_row_of_zeros_has_a_scale():
+    pool = a_quantized_row(5, latent=(0, 0, 0, 0))
+    latent, scale, rope = (np.asarray(plane)[1, 5] for plane in pool.planes)
+    assert 0 < scale.item() < np.inf and not latent.any() and np.isfinite(rope.astype(float)).all()
+    assert [part.ravel().tolist() for part in mla.read(pool, 1, [5])] == [[0] * 4, [1, -3, 0]]
+
+
+def test_fp4_a_row_of_numbers():
+    latent, scale, rope = (np.asarray(plane)[1, 5, 0] for plane in a_quantized_row(5).planes)
+    assert latent.tobytes().hex() == "6ef67e66" and scale.item() == np.float32(4 / 448)
+    assert rope.tolist() == [112, -336, 0]
+    assert quantized_row(a_quantized_row(5), 5) == [[1, -2, 4, 0.5], [1, -3, 0]]
+
+
+def test_fp4_s4_a_rope_that_would_overflow_is_refused():
+    with pytest.raises(GeometryError, match="range of float16"):
+        dataclasses.replace(QUANTIZED, dtype="float16")
+
+
+MOVES = {  # FP5: from slot 5 of one pool to slot 9
+    "move": lambda pool: kvjax.move(pool, [9], [5]),
+    "copy_pages": lambda pool: kvjax.copy_pages(pool, [2], [1]),
+    "offload": lambda pool: kvjax.restore(kvjax.create(QUANTIZED), [9], kvjax.offload(pool, [5])),
+    "gather": lambda pool: kvjax.scatter(kvjax.create(QUANTIZED), [9], kvjax.gather(pool, [5])),
+    "copy_rows": lambda pool: kvjax.copy_rows(kvjax.create(QUANTIZED), [9], pool, [5]),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_fp5_scales_travel_with_their_payload(name):
+    pool = MOVES[name](a_quantized_row(5))
+    assert quantized_row(pool, 9) == [[1, -2, 4, 0.5], [1, -3, 0]]
+
+
+def test_fp5_host_rows_have_room_for_scales():
+    rows = kvjax.offload(a_quantized_row(5), [5])
+    assert sum(plane.nbytes for plane in rows.rows) == 28 == QUANTIZED.bytes_per_token
+
+
+def test_fp5_zero_leaves_nothing_and_reads_as_zeros():
+    pool = kvjax.zero(a_quantized_row(5), [5])
+    assert not any(np.asarray(plane).any() for plane in pool.planes)
+    assert quantized_row(pool, 5) == [[0] * 4, [0] * 3]
+
+
 CHAINS = [
     ([2, 3, 4], [1, 2, 3], [0, 1, 1, 2, 3, 5, 6, 7, 8]),
     ([1, 2, 3], [2, 3, 4], [0, 2, 3, 4, 4, 5, 6, 7, 8]),

@@ -25,11 +25,15 @@ MHA = MHAGeometry(
 MLA = MLAGeometry(
     num_slots=20, page_size=4, layers=LayerRange(2, 5), latent_dim=16, rope_dim=4, dtype="float32"
 )
+QUANTIZED = dataclasses.replace(
+    MLA, latent_dim=32, rope_dim=8, dtype="bfloat16", quantization="per_token_head"
+)
 GEOMETRIES = {
     "mha": MHA,
     "mha, host tier": dataclasses.replace(MHA, padding_page=False),
     "mla": MLA,
     "mla, e5m2": dataclasses.replace(MLA, latent_dim=32, rope_dim=16, dtype="float8_e5m2"),
+    "mla, quantised": QUANTIZED,
 }
 
 

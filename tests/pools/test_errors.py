@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import GeometryError, LayerRange, UnsupportedError, mha, mla
-from tests.pools.junk import MHA, MLA, assert_holds, junk_pool, rows_of
+from tests.pools.junk import MHA, MLA, QUANTIZED, assert_holds, junk_pool, rows_of
 from tests.strategies import random_rows
 
 SLOTS = [5, 6, 7]
@@ -63,6 +63,8 @@ SHAPES = [
     (MLA, partial(write_mla, latent=LATENT[:, 0]), GeometryError, "latent has shape"),
     (MLA, partial(write_mla, rope=ROPE[..., :3]), GeometryError, "rope has shape"),
     (MLA, partial(write_joined, rows=LATENT), GeometryError, "rows has shape"),
+    (QUANTIZED, write_mla, GeometryError, r"latent has shape \(3, 1, 16\), need \(3, 1, 32\)"),
+    (QUANTIZED, write_joined, GeometryError, r"rows has shape \(3, 1, 20\), need \(3, 1, 40\)"),
     (MHA, partial(scatter, rows=(K_ROWS,)), GeometryError, "rows has 1 planes, the pool 2"),
     (MHA, partial(scatter, rows=(K_ROWS[:2], V_ROWS[:2])), GeometryError, "rows of plane 'k'"),
     (MHA, partial(scatter, rows=(K_ROWS, V_ROWS[:, :1])), GeometryError, "rows of plane 'v'"),
@@ -116,6 +118,13 @@ KINDS = [
     (MHA, write_mla, GeometryError, "need a pool of latent rows, this one is of MHAGeometry"),
     (MHA, write_joined, GeometryError, "need a pool of latent rows"),
     (MHA, partial(mla.read, layer_id=2, slots=SLOTS), GeometryError, "need a pool of latent rows"),
+    (
+        QUANTIZED,
+        partial(mla.read, layer_id=2, slots=SLOTS, dtype=np.int32),
+        GeometryError,
+        "int32'> cannot be stored",
+    ),
+    (MLA, partial(copy_rows, geometry=QUANTIZED), GeometryError, "planes of dst_pool"),
     (MHA, partial(copy_rows, geometry=MLA), GeometryError, "planes of dst_pool"),
     (MHA, partial(copy_rows, geometry=OTHER_DTYPE), GeometryError, "planes of dst_pool"),
     (MHA, partial(copy_rows, geometry=OTHER_LAYERS), GeometryError, "layers of dst_pool, 2..4"),

@@ -1,4 +1,4 @@
-"""Writes and reads of latent rows: dtypes of the two parts, any widths, layers."""
+"""Writes and reads of latent rows, quantized or not: dtypes of the parts, any widths, layers."""
 
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -66,3 +66,66 @@ def test_equals_oracle(
     expected = expected.astype(expected.dtype if read_dtype is None else read_dtype)
     oracles.assert_same_bits(read[0], expected[..., :latent_dim])
     oracles.assert_same_bits(read[1], expected[..., latent_dim:])
+
+
+# latent_dim, rope_dim, the model's dtype; dtype of the latent, of the rope, and of what is read
+QUANTIZED = [
+    (64, 32, "bfloat16", "bfloat16", "bfloat16", None),
+    (64, 16, "float32", "float32", "bfloat16", "bfloat16"),
+    (5, 3, "bfloat16", "float16", "float16", "float32"),
+    (32, 16, "bfloat16", "float8_e5m2", "float32", "float8_e4m3fn"),
+    (32, 16, "float32", "float32", "float32", jnp.float16),
+]
+QUANTIZED_CASES = [(*case, "reference") for case in QUANTIZED]
+QUANTIZED_CASES += [
+    pytest.param(*QUANTIZED[i], "mosaic_gpu", marks=pytest.mark.gpu) for i in (0, 1, 3)
+]
+
+
+@pytest.mark.parametrize(
+    "latent_dim, rope_dim, dtype, latent_dtype, rope_dtype, read_dtype, implementation",
+    QUANTIZED_CASES,
+)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_quantized_equals_oracle(
+    latent_dim, rope_dim, dtype, latent_dtype, rope_dtype, read_dtype, implementation, data
+):
+    widths = latent_dim, rope_dim
+    geometry = MLAGeometry(20, 4, LayerRange(2, 5), *widths, dtype, "per_token_head")
+    pool, planes = junk_pool(geometry)
+    layer_id = data.draw(layer_ids)
+    layer = int(layer_id) - geometry.layers.start
+    slots = data.draw(some_slots(NUM_TOKENS, geometry.first_slot, geometry.num_rows))
+    rng = np.random.default_rng(data.draw(seeds))
+    parts = [
+        rng.standard_normal((NUM_TOKENS, 1, width)).astype(source)
+        for width, source in zip(widths, (latent_dtype, rope_dtype), strict=True)
+    ]
+    arrays = [jnp.array(part) for part in parts]
+    rows = oracles.quantize(*parts, dtype)
+    if latent_dtype == rope_dtype and data.draw(st.booleans()):
+        joined = jnp.concatenate(arrays, axis=-1)
+        pool = mla.write_joined(pool, layer_id, slots, joined, implementation=implementation)
+    else:
+        pool = mla.write(pool, layer_id, slots, *arrays, implementation=implementation)
+    first = geometry.first_slot
+    rows = [new if new.dtype != np.uint8 else new.view("float8_e4m3fn") for new in rows]
+    assert_holds(
+        pool,
+        [
+            oracles.write_rows(plane, layer, slots, new, first)
+            for plane, new in zip(planes, rows, strict=True)
+        ],
+    )
+    for array, part in zip(arrays, parts, strict=True):
+        oracles.assert_same_bits(array, part)
+
+    there = [oracles.is_there(planes[0], layer, slot, first) for slot in slots]
+    read_dtype_name = dtype if read_dtype is None else np.dtype(read_dtype).name
+    expected = oracles.dequantize(rows[0].view(np.uint8), *rows[1:], read_dtype_name)
+    read = mla.read(pool, layer_id, slots, dtype=read_dtype, implementation=implementation)
+    for have, want in zip(read, expected, strict=True):
+        oracles.assert_same_bits(
+            have, np.where(np.reshape(there, (-1, 1, 1)), want, np.zeros_like(want))
+        )

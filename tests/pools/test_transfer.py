@@ -82,6 +82,11 @@ LAYERS = LayerRange(2, 4)
         ),
         (MLAGeometry(12, 4, LAYERS, 12, 4, "bfloat16"), [512] * 2, [128] * 2),
         (MLAGeometry(12, 4, LAYERS, 12, 4, "bfloat16", padding_page=False), [384] * 2, [128] * 2),
+        (  # FP5: all latents, then all scales, then all ropes
+            MLAGeometry(12, 4, LAYERS, 4, 3, "bfloat16", "per_token_head"),
+            [64, 64, 64, 64, 96, 96],
+            [16, 16, 16, 16, 24, 24],
+        ),
     ],
 )
 def test_buffer_infos(geometry, lengths, item_lengths):
