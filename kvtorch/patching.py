@@ -42,7 +42,9 @@ def patch(engine: str) -> dict[str, type]:
       ValueError: no such engine.
     """
     if engine == "tokenspeed":
-        raise UnsupportedError("TokenSpeed's pools are not there yet; patch('sglang') is")
+        raise UnsupportedError(
+            "TokenSpeed cannot be patched yet; its pools are in kvtorch.tokenspeed, for import"
+        )
     if engine != "sglang":
         raise ValueError(f"{engine=} is not known; 'sglang' is")
     ours = importlib.import_module("kvtorch.sglang")
