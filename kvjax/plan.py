@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax import presets
-from kvjax.errors import GeometryError
-from kvjax.geometry import DTYPE_BYTES, Geometry, LayerRange, fit
+from kvjax.errors import GeometryError, UnsupportedError
+from kvjax.geometry import DTYPE_BYTES, QUANTIZATIONS, Geometry, LayerRange, MLAGeometry, fit
 
 _UNIT_BYTES = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -69,6 +69,8 @@ class Plan:
     """One pool per pipeline stage, all with the same number of slots; tp ranks are alike."""
 
     model: presets.Model
+    dtype: str
+    quantization: str | None
     tp_size: int
     memory_bytes: int
     stages: tuple[Geometry, ...]
@@ -80,22 +82,38 @@ class Plan:
 
 
 def make_plan(
-    model: presets.Model, dtype: str, page_size: int, tp_size: int, pp_size: int, memory_bytes: int
+    model: presets.Model,
+    dtype: str,
+    page_size: int,
+    tp_size: int,
+    pp_size: int,
+    memory_bytes: int,
+    quantization: str | None = None,
 ) -> Plan:
     """The most tokens that every rank can hold in ``memory_bytes`` bytes of its own.
 
     Raises:
-      GeometryError: heads or layers cannot be split so, or not even one page fits.
+      GeometryError: heads or layers cannot be split so, not even one page fits, or a pool of that
+        dtype cannot be quantized.
+      UnsupportedError: the model's rows are not latent, so none can be quantized.
     """
     local = model.on_rank(tp_size)
     one_page = [
-        local.geometry(page_size, page_size, dtype, layers)
+        _quantized(local.geometry(page_size, page_size, dtype, layers), quantization)
         for layers in stage_layers(model.layers, pp_size)
     ]
     # A token needs its slot on every stage, so the stage with the fewest decides for all.
     num_slots = min(fit(geometry, memory_bytes).num_slots for geometry in one_page)
     stages = tuple(dataclasses.replace(geometry, num_slots=num_slots) for geometry in one_page)
-    return Plan(model, tp_size, memory_bytes, stages)
+    return Plan(model, dtype, quantization, tp_size, memory_bytes, stages)
+
+
+def _quantized(geometry: Geometry, quantization: str | None) -> Geometry:
+    if quantization is None:
+        return geometry
+    if not isinstance(geometry, MLAGeometry):
+        raise UnsupportedError(f"{quantization=} is for latent rows, not for those of K and V")
+    return dataclasses.replace(geometry, quantization=quantization)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -103,7 +121,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
     stage = plan.stages[plan.largest_stage]
     return {
         "model": plan.model.name,
-        "dtype": stage.planes[0].dtype,
+        "dtype": plan.dtype,
+        "quantization": plan.quantization,
         "page_size": stage.page_size,
         "tp_size": plan.tp_size,
         "pp_size": len(plan.stages),
@@ -131,8 +150,9 @@ def to_text(plan: Plan) -> str:
     """The plan as a table for people."""
     stage = plan.stages[plan.largest_stage]
     ranks = plan.tp_size * len(plan.stages)
+    quantization = "" if plan.quantization is None else f", quantized {plan.quantization}"
     lines = [
-        f"{plan.model.name}: {plan.model.description}, {stage.planes[0].dtype}",
+        f"{plan.model.name}: {plan.model.description}, {plan.dtype}{quantization}",
         f"{ranks} rank(s): tp {plan.tp_size} x pp {len(plan.stages)}, "
         f"{format_bytes(plan.memory_bytes)} of KV memory each",
         "",
@@ -161,6 +181,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the path of a Hugging Face config.json, or one of {', '.join(presets.PRESETS)}",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES)
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="store latent rows in fp8 with a scale each; --dtype is then the model's",
+    )
     parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--tp", type=int, default=1, metavar="RANKS", help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, metavar="STAGES", help="pipeline stages")
@@ -175,14 +200,23 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
 
     Raises:
       ValueError: a model, size or amount that makes no sense.
-      UnsupportedError: a model whose layers do not all keep KV rows of one shape.
+      UnsupportedError: a model whose layers do not all keep KV rows of one shape, or no latent
+        rows to quantize.
     """
     for option, value in (("--tp", args.tp), ("--pp", args.pp), ("--page-size", args.page_size)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
     memory_bytes = parse_bytes(args.memory)
     model = presets.load(args.model)
-    plan = make_plan(model, args.dtype, args.page_size, args.tp, args.pp, memory_bytes)
+    plan = make_plan(
+        model,
+        args.dtype,
+        args.page_size,
+        args.tp,
+        args.pp,
+        memory_bytes,
+        quantization=args.quantization,
+    )
 
     def work() -> int:
         print(json.dumps(to_json(plan), indent=2) if args.json else to_text(plan))

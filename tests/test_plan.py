@@ -31,6 +31,12 @@ def test_bytes_per_token_of_known_models(model, bytes_per_token):
     assert stage.bytes_per_token == bytes_per_token
 
 
+def test_quantized_rows_are_smaller_and_have_a_scale():
+    (stage,) = planned("deepseek-v3", quantization="per_token_head").stages
+    assert stage.bytes_per_token == 61 * (512 + 4 + 64 * 2)
+    assert stage.num_slots == 80 * GIB // (61 * 644 * 64) * 64 - 64
+
+
 def test_the_padding_page_is_part_of_the_budget():
     (stage,) = planned("llama-3.1-8b").stages
     assert stage.num_slots == 80 * GIB // (128 * 1024) - 64
@@ -271,9 +277,26 @@ def test_json_has_the_same_numbers(capsys):
     assert result["stages"][0]["bytes_per_token_per_layer"] == 4096
 
 
+def test_a_quantized_plan_says_so(capsys):
+    arguments = ["plan", "deepseek-v3", "--quantization", "per_token_head"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "bfloat16, quantized per_token_head" in table and " 644 B " in table
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["dtype"], result["quantization"]) == ("bfloat16", "per_token_head")
+    shapes = result["stages"][0]["row_shapes"]
+    assert shapes == {"latent": [1, 512], "scale": [1, 1], "rope": [1, 64]}
+
+
+QUANTIZED = ["--quantization", "per_token_head"]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["llama-3.1-8b", *QUANTIZED], "is for latent rows, not for those of K and V"),
+        (["deepseek-v3", *QUANTIZED, "--dtype", "float16"], "dtype='float16' is the model's"),
         (["gpt-5"], "neither a file nor a preset; presets: llama-2-7b"),
         (["llama-3.1-8b", "--tp", "3"], "cannot be split over tp_size=3"),
         (["llama-3.1-8b", "--tp", "0"], "--tp 0 must be at least 1"),
