@@ -1,7 +1,5 @@
 """Torch pools of known bits, beside the NumPy planes that they should equal."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +11,10 @@ from kvtorch.pools.mha import MHATokenToKVPool
 from kvtorch.pools.mla import MLATokenToKVPool
 from tests import oracles
 from tests.pools.junk import GEOMETRIES as _ALL
-from tests.pools.junk import MLA, rows_of
+from tests.pools.junk import rows_of
 from tests.strategies import random_rows
 
 GEOMETRIES = {name: geometry for name, geometry in _ALL.items() if geometry.padding_page}
-GEOMETRIES["mla, quantised"] = dataclasses.replace(MLA, quantization="per_token_head")
 
 
 def torch_pool(geometry, planes):
