@@ -102,7 +102,7 @@ def _kernel(
     of_batch = token < num_tokens
     slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
     there = ((slot >= first_slot) & (slot < num_rows))[:, None]
-    row = (layer * num_rows + slot)[:, None]
+    row = (layer.to(tl.int64) * num_rows + slot)[:, None]
     scale = tl.load(scales + row, mask=there, other=0.0)
     column = tl.arange(0, LATENT_BLOCK)[None, :]
     stored = latents + row * LATENT + column

@@ -164,7 +164,7 @@ def _kernel(
         rope_row, -LARGEST_ROPE, LARGEST_ROPE, propagate_nan=tl.PropagateNan.ALL
     ).to(ropes.dtype.element_ty)
     there = (of_batch & (slot >= first_slot) & (slot < num_rows))[:, None]
-    row = (layer * num_rows + slot)[:, None]
+    row = (layer.to(tl.int64) * num_rows + slot)[:, None]
     tl.store(latents + row * LATENT + column, latent_row, mask=there & (column < LATENT))
     tl.store(scales + row, scale, mask=there)
     tl.store(ropes + row * ROPE + rope_column, rope_row, mask=there & (rope_column < ROPE))

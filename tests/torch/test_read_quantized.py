@@ -137,3 +137,9 @@ def test_an_implementation_that_cannot_run_says_why():
 def test_compiles_once_for_all_sizes():
     arguments = "i, f8, f, b, b, b, 1, n, n + 9, 4, 16, 8, 16, 8, 4, True"
     assert compiled.times("read_quantized", arguments, [1, 7, 16, 4096, 2**31 - 10]) == 1
+
+
+@pytest.mark.parametrize("model", ["f", "b"])
+def test_compiles_for_every_dtype_that_results_may_have(model):
+    arguments = f"i, f8, f, {model}, n, n, 1, 7, 16, 4, 100, 28, 128, 32, 1, True"
+    assert compiled.times("read_quantized", arguments, compiled.FLOATS) == 5
