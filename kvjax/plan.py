@@ -99,7 +99,7 @@ def make_plan(
     """
     local = model.on_rank(tp_size)
     one_page = [
-        _quantized(local.geometry(page_size, page_size, dtype, layers), quantization)
+        quantized(local.geometry(page_size, page_size, dtype, layers), quantization)
         for layers in stage_layers(model.layers, pp_size)
     ]
     # A token needs its slot on every stage, so the stage with the fewest decides for all.
@@ -108,7 +108,13 @@ def make_plan(
     return Plan(model, dtype, quantization, tp_size, memory_bytes, stages)
 
 
-def _quantized(geometry: Geometry, quantization: str | None) -> Geometry:
+def quantized(geometry: Geometry, quantization: str | None) -> Geometry:
+    """``geometry`` with that quantization, or as it is if ``None``.
+
+    Raises:
+      GeometryError: a pool of its dtype cannot be quantized.
+      UnsupportedError: its rows are not latent.
+    """
     if quantization is None:
         return geometry
     if not isinstance(geometry, MLAGeometry):

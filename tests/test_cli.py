@@ -48,6 +48,8 @@ def run(*arguments):
         (["--layers", "9" * 400], "must be at least 1, and less than 2**63"),
         (["no-such-trace.jsonl"], "No such file or directory: 'no-such-trace.jsonl'"),
         ([Path(__file__).parent], f"Is a directory: '{Path(__file__).parent}'"),
+        (["--quantization", "per_token_head"], "is for latent rows, not for those of K and V"),
+        (["--quantization", "per_token_head", "--backend", "both"], "by --backend jax alone"),
         (["--share"], "--share needs --backend both, not jax"),
         (["--share", "0", "--backend", "both"], "--share 0 must be at least 1"),
         (["--sweep", "--backend", "torch"], "--sweep moves no rows; leave out --backend torch"),
@@ -201,6 +203,15 @@ def test_a_latent_cache_is_replayed(capsys, trace_path):
     printed = capsys.readouterr().out
     assert "2 layers, MLA latent 16 + rope 4" in printed
     assert printed.endswith("verified, bit for bit\n")
+
+
+def test_a_quantized_cache_is_replayed(capsys, trace_path):
+    latent = ["--latent-dim", "16", "--rope-dim", "4", "--quantization", "per_token_head"]
+    options = [option for option in TINY if option not in ("--head-dim", "8")]
+    assert run(trace_path, *options, *latent, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["dtypes"] == ["float8_e4m3fn", "float32", "bfloat16"]
+    assert result["verification"]["device_rows"] > 0
 
 
 def test_requests_larger_than_the_pool_are_reported(capsys, trace_path):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from kvjax import presets
 from kvjax.errors import UnsupportedError
-from kvjax.geometry import DTYPE_BYTES, Geometry, fit
-from kvjax.plan import parse_bytes
+from kvjax.geometry import DTYPE_BYTES, QUANTIZATIONS, Geometry, fit
+from kvjax.plan import parse_bytes, quantized
 from kvjax.replay import backends, jobs, run, trace, workload
 from kvjax.replay.report import Subject
 from kvjax.replay.scheduler import Settings
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in ("--layers", "--kv-heads", "--head-dim", "--latent-dim", "--rope-dim"):
         model.add_argument(option, type=int, metavar="N")
     model.add_argument("--dtype", default="bfloat16", choices=DTYPE_BYTES)
+    model.add_argument("--quantization", choices=QUANTIZATIONS, help="as for kvjax plan")
 
     memory = parser.add_argument_group("memory; SIZE is as in 4GiB, 500MB or 65536tokens")
     memory.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="%(default)s")
@@ -105,16 +106,20 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     Raises:
       OSError: a file cannot be read.
       ValueError: an argument or a line of the trace makes no sense.
-      UnsupportedError: the model's layers do not all keep KV rows of one shape, or matplotlib is
-        missing, or what the backend needs.
+      UnsupportedError: the model's layers do not all keep KV rows of one shape, or its rows cannot
+        be quantized, or not by the backend, or matplotlib is missing, or what the backend needs.
     """
     _check_numbers(args)
+    if args.quantization is not None and args.backend != "jax":
+        raise UnsupportedError("--quantization is served by --backend jax alone")
     backend = _backend(args)
     if args.plot is not None:
         _check_plot(args.plot)
     unit_len = jobs.unit_len(args.scale, args.page_size)
     model = _model(args)
-    one_page = model.geometry(args.page_size, args.page_size, args.dtype)
+    one_page = quantized(
+        model.geometry(args.page_size, args.page_size, args.dtype), args.quantization
+    )
     geometry = _sized("--pool", args.pool, one_page)
     host_units = _host_tokens(args.host_pool, geometry) // unit_len
     if args.trace is None:

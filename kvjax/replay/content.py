@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.geometry import DTYPE_BYTES, PlaneSpec
 
 _WORD_BITS = 32
+_NUM_SCALES = 16  # powers of two, from 1 on
 
 
 def unit_tags(keys: np.ndarray) -> np.ndarray:
@@ -41,7 +42,9 @@ def row_bits(
 ) -> Any:
     """The bit patterns of one plane's rows in one layer, ``[len(tags), *plane.row_shape]``.
 
-    All of them are finite numbers of the plane's dtype, subnormals and -0.0 among them.
+    All of them are finite numbers of the plane's dtype, subnormals and -0.0 among them. Those of a
+    quantized pool are what its writes can make, and scales are powers of two, so that numbers times
+    their scale are exact: they come back bit for bit.
 
     Args:
       xp: ``numpy`` or ``jax.numpy``.
@@ -59,7 +62,29 @@ def row_bits(
     bits = (words >> u32(_WORD_BITS - 8 * DTYPE_BYTES[plane.dtype])).astype(bits_dtype(plane.dtype))
     # An exponent whose lowest bit is 0 is never the all-ones one of infinities and NaNs.
     lowest_exponent_bit = 1 << ml_dtypes.finfo(plane.dtype).nmant
-    return (bits & ~bits.dtype.type(lowest_exponent_bit)).reshape(-1, *plane.row_shape)
+    bits = bits & ~bits.dtype.type(lowest_exponent_bit)
+    return _quantized(xp, plane, bits).reshape(-1, *plane.row_shape)
+
+
+def _quantized(xp: ModuleType, plane: PlaneSpec, bits: Any) -> Any:
+    """The bits, changed where the plane is one of a quantized pool."""
+    unsigned = bits.dtype.type
+    match plane.name:
+        case "latent":  # the largest magnitude decides the scale: one number is as large as can be
+            largest = np.float32(ml_dtypes.finfo(plane.dtype).max).astype(plane.dtype)
+            sign = unsigned(0x80)
+            is_first = xp.arange(bits.shape[-1]) == 0
+            return xp.where(is_first, bits & sign | unsigned(largest.view(np.uint8)), bits)
+        case "scale":
+            info = ml_dtypes.finfo(plane.dtype)
+            one = np.ones((), plane.dtype).view(bits.dtype)
+            exponents = (bits >> unsigned(_WORD_BITS // 2)) % unsigned(_NUM_SCALES)
+            return (exponents << unsigned(info.nmant)) + unsigned(one)
+        case "rope":  # no subnormals, which XLA on CPU takes for zeros, and none near the largest
+            second = unsigned(1 << (8 * bits.dtype.itemsize - 3))
+            first = second + second
+            return bits & ~first | (~bits & second) << unsigned(1)
+    return bits
 
 
 def _mix(words: Any) -> Any:

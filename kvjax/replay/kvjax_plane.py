@@ -171,6 +171,10 @@ def _write(pool: kvjax.Pool, slots: jax.Array, tags: jax.Array, positions: jax.A
             )
             for number, plane in enumerate(geometry.planes)
         ]
+        if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
+            latent, scale, rope = rows
+            parts = (part.astype(jnp.float32) * scale for part in (latent, rope))
+            return kvjax.mla.write(pool, layer_id, slots, *parts)
         if isinstance(geometry, MLAGeometry):
             latent, rope = jnp.split(rows[0], [geometry.latent_dim], axis=-1)
             return kvjax.mla.write(pool, layer_id, slots, latent, rope)
@@ -202,9 +206,32 @@ def _extend[A: (kvjax.SlotAllocator, kvjax.PageAllocator)](
 
 @jax.jit
 def _read_layer(pool: kvjax.Pool, layer_id: jax.Array, slots: jax.Array) -> Any:
-    if isinstance(pool.geometry, MLAGeometry):
+    geometry = pool.geometry
+    if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
+        return _read_quantized(pool, layer_id, slots)
+    if isinstance(geometry, MLAGeometry):
         return (jnp.concatenate(kvjax.mla.read(pool, layer_id, slots), axis=-1),)
     return kvjax.mha.read(pool, layer_id, slots)
+
+
+def _read_quantized(pool: kvjax.Pool, layer_id: jax.Array, slots: jax.Array) -> Any:
+    """What is stored, by way of the numbers that a model reads.
+
+    Scales are powers of two, times which the first number of a latent is the largest of its dtype.
+    They are computed with as bits, because a float32 division need not be exact on GPU.
+    """
+    latent_spec, _, rope_spec = pool.geometry.planes
+    latent, rope = kvjax.mla.read(pool, layer_id, slots, dtype=jnp.float32)
+    one, largest = (
+        np.float32(number).view(np.int32) for number in (1, jnp.finfo(latent_spec.dtype).max)
+    )
+    scale = jax.lax.bitcast_convert_type(jnp.abs(latent[..., :1]), jnp.int32) - largest + one
+    inverse = jax.lax.bitcast_convert_type(one + one - scale, jnp.float32)
+    return (
+        (latent * inverse).astype(latent_spec.dtype),
+        jax.lax.bitcast_convert_type(scale, jnp.float32),
+        (rope * inverse).astype(rope_spec.dtype),
+    )
 
 
 _free = jax.jit(allocators.free, donate_argnums=0)

@@ -5,6 +5,8 @@ import pytest
 
 from kvjax.geometry import DTYPE_BYTES, PlaneSpec
 from kvjax.replay import content
+from tests import oracles
+from tests.replay.workloads import QUANTIZED
 
 ROW = (2, 12)
 TAGS = np.array([0, 1, 2, 2**32 - 1, 77, 77], np.uint32)
@@ -57,3 +59,20 @@ def test_tags_of_units_and_requests_differ():
     assert len(np.unique(tags)) == 200
     assert content.describe_tag(tags[7]) == "cached unit 7"
     assert content.describe_tag(tags[107]) == "request 7"
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_rows_come_back_bit_for_bit(name):
+    planes = QUANTIZED[name].planes
+    tags = np.arange(10_000, dtype=np.uint32)
+    rows = content.expected_rows(planes, range(1), tags, tags)
+    latent, scale, rope = (
+        bits[0].view(plane.dtype).astype(np.float32)
+        for bits, plane in zip(rows, planes, strict=True)
+    )
+    written = oracles.quantize(latent * scale, rope * scale, planes[2].dtype)
+    for have, want in zip(written, rows, strict=True):
+        oracles.assert_same_bits(have.view(want.dtype), want[0])
+    assert len(np.unique(rows[0])) == 130  # as of any fp8, and the largest
+    assert len(np.unique(scale)) == 16
+    assert not oracles.meets_subnormals(rope, scale).any()

@@ -13,7 +13,18 @@ from kvjax.replay.null_plane import NullPlane
 from kvjax.replay.pooled_plane import PooledPlane
 from kvjax.replay.scheduler import Scheduler
 from kvjax.replay.verify import Verifier
-from tests.replay.workloads import ENGINE, GEOMETRIES, HEADS, SIZES, WIDE, make_jobs
+from tests.replay.workloads import (
+    ENGINE,
+    GEOMETRIES,
+    HEADS,
+    QUANTIZED,
+    SIZES,
+    WIDE,
+    WIDE_QUANTIZED,
+    make_jobs,
+)
+
+EVERY_GEOMETRY = GEOMETRIES | QUANTIZED
 
 
 def serve(geometry, count=60):
@@ -44,13 +55,13 @@ def check_every_row(geometry):
     assert counted[0] == counted[1]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@pytest.mark.parametrize("geometry", EVERY_GEOMETRY.values(), ids=EVERY_GEOMETRY)
 def test_every_row_is_right(geometry):
     check_every_row(geometry)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("geometry", [*WIDE.values(), WIDE_QUANTIZED], ids=[*WIDE, "mla-quantized"])
 def test_every_row_is_right_with_kernels_and_a_pinned_host_tier(geometry):
     check_every_row(geometry)
 
@@ -77,9 +88,11 @@ def flip_a_bit(pool, slot):
     return dataclasses.replace(pool, planes=(*others, jax.numpy.asarray(bits)))
 
 
-@pytest.mark.parametrize("name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16", "mla-quantized-bfloat16"]
+)
 def test_one_wrong_bit_in_the_pool_is_found(name):
-    plane, scheduler, verifier = serve(GEOMETRIES[name])
+    plane, scheduler, verifier = serve(EVERY_GEOMETRY[name])
     unit = next(scheduler.index.on_device())
     plane.rows.pool = flip_a_bit(plane.rows.pool, int(unit.pages[0]) * ENGINE.page_size)
     verifier.read_back(lambda tokens: None)

@@ -1,5 +1,7 @@
 """Pools of several kinds, and requests that use all that a replay does."""
 
+import dataclasses
+
 import numpy as np
 
 from kvjax.geometry import LayerRange, MHAGeometry, MLAGeometry
@@ -27,6 +29,12 @@ GEOMETRIES = {
     "mla-bfloat16": MLAGeometry(**SIZES, **LATENT, dtype="bfloat16"),
     "mla-float16": MLAGeometry(**SIZES, **LATENT, dtype="float16"),
 }
+QUANTIZED = {
+    f"mla-quantized-{dtype}": MLAGeometry(
+        **SIZES, **LATENT, dtype=dtype, quantization="per_token_head"
+    )
+    for dtype in ("bfloat16", "float32")
+}
 
 # Rows of real models, which the kernels take.
 WIDE = {
@@ -34,6 +42,7 @@ WIDE = {
     "mha-float8": MHAGeometry(**SIZES, num_kv_heads=8, head_dim=128, dtype="float8_e4m3fn"),
     "mla": MLAGeometry(**SIZES, latent_dim=512, rope_dim=64, dtype="bfloat16"),
 }
+WIDE_QUANTIZED = dataclasses.replace(WIDE["mla"], quantization="per_token_head")
 
 
 def make_jobs(count):
