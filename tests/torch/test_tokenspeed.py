@@ -496,6 +496,22 @@ def test_b_m_18_b_m_19_copies_on_the_host_a_chunk_at_a_time(kind, device, kind_o
 
 
 @by_device
+@pytest.mark.parametrize("kind", [float, torch.tensor, lambda x: torch.tensor([x])])
+def test_fp1_s1_the_bytes_of_the_report(kind, device):
+    pool = mha(dtype=FP8, heads=1, device=device)
+    k = torch.tensor([[[2.0, 4, 8, 16]]], device=device)
+    v = k.clone()
+    pool.set_kv_buffer(Layer(0), slots(5, device=device), k, v, kind(0.5), kind(4.0))
+    assert pool.k_buffer[0][5, 0].tolist() == [0x48, 0x50, 0x58, 0x60]
+    assert pool.v_buffer[0][5, 0].tolist() == [0x30, 0x38, 0x40, 0x48]
+    assert k.tolist() == v.tolist() == [[[2, 4, 8, 16]]]
+    stored = pool.get_key_buffer(0)[5:6].clone()
+    pool.set_kv_buffer(Layer(1), slots(5, device=device), stored, stored, kind(0.5), kind(4.0))
+    for buffer in (pool.k_buffer, pool.v_buffer):
+        assert buffer[1][5, 0].tolist() == [0x48, 0x50, 0x58, 0x60]
+
+
+@by_device
 def test_s1_keys_and_values_are_divided_in_a_copy_and_the_layer_can_be_another(device):
     pool = mha(dtype=FP8, device=device)
     k = torch.tensor([[[1.0, 2, 4, 8], [1, 1, 1, 1]]], device=device)
