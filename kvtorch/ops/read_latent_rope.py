@@ -107,7 +107,7 @@ def _kernel(
     of_batch = token < num_tokens
     slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
     there = ((slot >= first_slot) & (slot < num_rows))[:, None]
-    row = plane + ((layer * num_rows + slot) * (LATENT + ROPE))[:, None]
+    row = plane + ((layer * num_rows.to(tl.int64) + slot) * (LATENT + ROPE))[:, None]
     column = tl.arange(0, LATENT_BLOCK)[None, :]
     rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
     latent_row = tl.load(row + column, mask=there & (column < LATENT), other=0.0)

@@ -112,7 +112,7 @@ def _kernel(
     if rope.dtype.element_ty != dtype:
         rope_row = launch.narrowed(rope_row, dtype)
     there = (of_batch & (slot >= first_slot) & (slot < num_rows))[:, None]
-    row = plane + ((layer * num_rows + slot) * (LATENT + ROPE))[:, None]
+    row = plane + ((layer * num_rows.to(tl.int64) + slot) * (LATENT + ROPE))[:, None]
     tl.store(row + column, latent_row, mask=there & (column < LATENT))
     tl.store(row + LATENT + rope_column, rope_row, mask=there & (rope_column < ROPE))
 
