@@ -155,7 +155,7 @@ def _kernel(
     # The bits of numbers without sign are ordered as the numbers are, and NaNs come last; the
     # maximum of floats would lose them.
     magnitudes = latent_row.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(magnitudes, 1, keep_dims=True).to(tl.float32, bitcast=True)
+    amax = tl.cast(tl.max(magnitudes, 1, keep_dims=True), tl.float32, bitcast=True)
     amax = tl.clamp(amax, SMALLEST_AMAX, LARGEST_AMAX, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.div_rn(amax, LARGEST)
     latent_row = launch.narrowed(tl.div_rn(latent_row, scale), latents.dtype.element_ty)
