@@ -255,13 +255,13 @@ class MLAGeometry(Geometry):
             )
         if self.dtype not in _QUANTIZED_MODEL_DTYPES:
             raise GeometryError(
-                f"dtype={self.dtype!r} is the model's where a pool is quantized, one of "
+                f"dtype={self.dtype!r} is the model's where a pool is quantised, one of "
                 f"{_QUANTIZED_MODEL_DTYPES}: the rope is stored in it, divided by the latent's "
                 f"scale, which takes it out of the range of float16 and fp8"
             )
         if self.rope_dim == 0:
             raise GeometryError(
-                "rope_dim=0 leaves a quantized pool a plane of nothing; need at least 1"
+                "rope_dim=0 leaves a quantised pool a plane of nothing; need at least 1"
             )
 
     @property

@@ -94,8 +94,8 @@ def make_plan(
 
     Raises:
       GeometryError: heads or layers cannot be split so, not even one page fits, or a pool of that
-        dtype cannot be quantized.
-      UnsupportedError: the model's rows are not latent, so none can be quantized.
+        dtype cannot be quantised.
+      UnsupportedError: the model's rows are not latent, so none can be quantised.
     """
     local = model.on_rank(tp_size)
     one_page = [
@@ -112,7 +112,7 @@ def quantized(geometry: Geometry, quantization: str | None) -> Geometry:
     """``geometry`` with that quantization, or as it is if ``None``.
 
     Raises:
-      GeometryError: a pool of its dtype cannot be quantized.
+      GeometryError: a pool of its dtype cannot be quantised.
       UnsupportedError: its rows are not latent.
     """
     if quantization is None:
@@ -156,7 +156,7 @@ def to_text(plan: Plan) -> str:
     """The plan as a table for people."""
     stage = plan.stages[plan.largest_stage]
     ranks = plan.tp_size * len(plan.stages)
-    quantization = "" if plan.quantization is None else f", quantized {plan.quantization}"
+    quantization = "" if plan.quantization is None else f", quantised {plan.quantization}"
     lines = [
         f"{plan.model.name}: {plan.model.description}, {plan.dtype}{quantization}",
         f"{ranks} rank(s): tp {plan.tp_size} x pp {len(plan.stages)}, "
@@ -207,7 +207,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     Raises:
       ValueError: a model, size or amount that makes no sense.
       UnsupportedError: a model whose layers do not all keep KV rows of one shape, or no latent
-        rows to quantize.
+        rows to quantise.
     """
     for option, value in (("--tp", args.tp), ("--pp", args.pp), ("--page-size", args.page_size)):
         if value < 1:

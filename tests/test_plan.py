@@ -281,7 +281,7 @@ def test_a_quantized_plan_says_so(capsys):
     arguments = ["plan", "deepseek-v3", "--quantization", "per_token_head"]
     assert main(arguments) == 0
     table = capsys.readouterr().out
-    assert "bfloat16, quantized per_token_head" in table and " 644 B " in table
+    assert "bfloat16, quantised per_token_head" in table and " 644 B " in table
     assert main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["dtype"], result["quantization"]) == ("bfloat16", "per_token_head")

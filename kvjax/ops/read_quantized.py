@@ -1,4 +1,4 @@
-"""Reads quantized latent rows as numbers, latent and rope, in one launch."""
+"""Reads quantised latent rows as numbers, latent and rope, in one launch."""
 
 import functools
 from typing import Any

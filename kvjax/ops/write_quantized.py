@@ -1,4 +1,4 @@
-"""Quantizes latent rows per token and writes what they are stored as, in one launch."""
+"""Quantises latent rows per token and writes what they are stored as, in one launch."""
 
 import functools
 from typing import Any
@@ -38,7 +38,7 @@ def write_quantized(
     first_slot: int,
     implementation: str | None = None,
 ) -> Planes:
-    """Returns ``planes`` with token t quantized and stored at ``slots[t]``, in all three of them.
+    """Returns ``planes`` with token t quantised and stored at ``slots[t]``, in all three of them.
 
     The scale of a token is its latent's largest magnitude, at least ``SMALLEST_AMAX`` and finite,
     over the largest value of fp8 e4m3fn. Latent and rope are divided by it, saturate at the largest

@@ -1,4 +1,4 @@
-"""Latent and rope rows of multi-head latent attention, as they are or quantized."""
+"""Latent and rope rows of multi-head latent attention, as they are or quantised."""
 
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ def write(
       pool: updated in place and used up.
       layer_id: the model's layer number, a Python int or a traced scalar.
       slots: where each token goes, distinct; slots that are not there are not written.
-      latent: cast to the pool's dtype, as ``ops.narrow`` says, or quantized, as
+      latent: cast to the pool's dtype, as ``ops.narrow`` says, or quantised, as
         ``ops.write_quantized`` does.
       rope: likewise, whatever the dtype of ``latent``.
       implementation: of ``ops.write_latent_rope``, or of ``ops.write_quantized``.
@@ -90,11 +90,11 @@ def read(
       pool: read, not changed.
       layer_id: the model's layer number, a Python int or a traced scalar.
       slots: which rows, in any order and as often as wanted.
-      dtype: of the result; the pool's if ``None``, which is the model's where it is quantized.
+      dtype: of the result; the pool's if ``None``, which is the model's where it is quantised.
       implementation: of ``ops.read_latent_rope``, or of ``ops.read_quantized``.
 
     Raises:
-      GeometryError: not a pool of latent rows, the layer is not on this rank, or a quantized pool
+      GeometryError: not a pool of latent rows, the layer is not on this rank, or a quantised pool
         cannot be read in that dtype.
       IndexError: in checks mode, a slot is not there.
 

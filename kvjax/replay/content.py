@@ -43,7 +43,7 @@ def row_bits(
     """The bit patterns of one plane's rows in one layer, ``[len(tags), *plane.row_shape]``.
 
     All of them are finite numbers of the plane's dtype, subnormals and -0.0 among them. Those of a
-    quantized pool are what its writes can make, and scales are powers of two, so that numbers times
+    quantised pool are what its writes can make, and scales are powers of two, so that numbers times
     their scale are exact: they come back bit for bit.
 
     Args:
@@ -67,7 +67,7 @@ def row_bits(
 
 
 def _quantized(xp: ModuleType, plane: PlaneSpec, bits: Any) -> Any:
-    """The bits, changed where the plane is one of a quantized pool."""
+    """The bits, changed where the plane is one of a quantised pool."""
     unsigned = bits.dtype.type
     match plane.name:
         case "latent":  # the largest magnitude decides the scale: one number is as large as can be

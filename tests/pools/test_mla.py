@@ -1,4 +1,4 @@
-"""Writes and reads of latent rows, quantized or not: dtypes of the parts, any widths, layers."""
+"""Writes and reads of latent rows, quantised or not: dtypes of the parts, any widths, layers."""
 
 import hypothesis.strategies as st
 import jax.numpy as jnp
