@@ -17,6 +17,7 @@ LAYERS = 32
 SLOTS = 65536 - 16
 MHA = MHAGeometry(SLOTS, 16, LAYERS, 8, 128, "bfloat16")  # 2 KB a row of K and of V
 MLA = MLAGeometry(SLOTS, 16, LAYERS, 512, 64, "bfloat16")  # 1 152 bytes a row
+QUANTIZED = dataclasses.replace(MLA, quantization="per_token_head")  # 644 bytes a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,16 @@ class Case:
     implementations: tuple[str, ...] = ("mosaic_gpu", "reference")
 
     def bytes_moved(self, num_tokens: int) -> int:
-        """The bytes that a call has to read and to write."""
-        return 2 * num_tokens * self.layers * self.geometry.bytes_per_token_per_layer
+        """The bytes that a call has to read and to write.
+
+        Of each row those that it is stored in, and those that the model has: other ones, and more,
+        where the pool is quantised.
+        """
+        stored = model = self.geometry
+        if isinstance(stored, MLAGeometry):
+            model = dataclasses.replace(stored, quantization=None)
+        row_bytes = stored.bytes_per_token_per_layer + model.bytes_per_token_per_layer
+        return num_tokens * self.layers * row_bytes
 
 
 def _slots(rng: np.random.Generator, count: int) -> jax.Array:
@@ -140,6 +149,8 @@ CASES = [
     Case("read K+V", MHA, 1, _layer_and_slots, _reading(mha.read)),
     Case("write latent+rope", MLA, 1, _latent_and_rope, _in_place(mla.write)),
     Case("read latent+rope", MLA, 1, _layer_and_slots, _reading(mla.read)),
+    Case("write quantised latent+rope", QUANTIZED, 1, _latent_and_rope, _in_place(mla.write)),
+    Case("read quantised latent+rope", QUANTIZED, 1, _layer_and_slots, _reading(mla.read)),
     Case("move, disjoint", MHA, LAYERS, _apart, _moving(disjoint=True), MOVES),
     Case("move, 1 in 50 overlaps", MHA, LAYERS, _one_in_fifty_overlaps, _moving(), MOVES),
     Case("move, permutation", MHA, LAYERS, _permuted, _moving(), MOVES),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 NUM_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
-WIDTHS = (26, 7, 14, 11, 7, 8, 10)
+WIDTHS = (28, 7, 14, 11, 7, 8, 10)
 
 
 def options(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:

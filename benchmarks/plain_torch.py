@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 
+FP8 = torch.float8_e4m3fn
+SMALLEST_AMAX = 1e-26  # so that rows of zeros have a scale
+
 
 class IndexPool:
     """A list of layers for each plane, with the methods of SGLang's pools.
@@ -45,3 +48,43 @@ class IndexPool:
         for layers in self.planes:
             for layer in layers:
                 layer[tgt_loc] = layer[src_loc]
+
+
+class QuantizedIndexPool:
+    """Latents in fp8, their scales, and ropes, with the methods of TokenSpeed's pool of such rows.
+
+    For finite values: what overflows is not looked after.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ):
+        planes = ((latent_dim, torch.uint8), (1, torch.float32), (rope_dim, dtype))
+        self.kv_buffer = [
+            tuple(torch.zeros((num_rows, 1, n), dtype=t, device=device) for n, t in planes)
+            for _ in range(num_layers)
+        ]
+
+    def set_mla_kv_buffer(
+        self, layer: Any, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        latents, scales, ropes = self.kv_buffer[layer.layer_id]
+        latent = cache_k_nope.float()
+        amax = latent.abs().amax(-1, keepdim=True)
+        scale = amax.clamp(min=SMALLEST_AMAX) / torch.finfo(FP8).max
+        latents[loc] = (latent / scale).to(FP8).view(torch.uint8)
+        scales[loc] = scale
+        ropes[loc] = (cache_k_rope.float() / scale).to(ropes.dtype)
+
+    def get_mla_kv_buffer(
+        self, layer: Any, loc: torch.Tensor, dst_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        latent, scale, rope = (plane[loc] for plane in self.kv_buffer[layer.layer_id])
+        latent = latent.view(FP8).float() * scale
+        return latent.to(dst_dtype), (rope.float() * scale).to(dst_dtype)

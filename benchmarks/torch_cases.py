@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.peers import Peer
-from benchmarks.plain_torch import IndexPool
+from benchmarks.plain_torch import FP8, IndexPool, QuantizedIndexPool
+from kvtorch import tokenspeed
 from kvtorch.pools.mha import MHATokenToKVPool
 from kvtorch.pools.mla import MLATokenToKVPool
 
@@ -29,13 +30,13 @@ class Sizes:
     rope_dim: int = 64
 
     @property
-    def row_bytes(self) -> dict[str, int]:
-        """Bytes of a token in one layer, all planes."""
-        mha = 2 * self.heads * self.head_dim
-        return {
-            "MHA": mha * DTYPE.itemsize,
-            "MLA": (self.latent_dim + self.rope_dim) * DTYPE.itemsize,
-        }
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes of a token in one layer, all planes: once as the model has it, once as stored."""
+        mha = 2 * self.heads * self.head_dim * DTYPE.itemsize
+        mla = (self.latent_dim + self.rope_dim) * DTYPE.itemsize
+        quantized = self.latent_dim * FP8.itemsize + torch.float32.itemsize
+        quantized += self.rope_dim * DTYPE.itemsize
+        return {"MHA": 2 * mha, "MLA": 2 * mla, "quantised MLA": mla + quantized}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Case:
     def bytes_moved(self, sizes: Sizes, num_tokens: int) -> int:
         """The bytes that a call has to read and to write."""
         layers = sizes.layers if self.all_layers else 1
-        return 2 * num_tokens * layers * sizes.row_bytes[self.kind]
+        return num_tokens * layers * sizes.moved_bytes[self.kind]
 
 
 def contenders(
@@ -134,23 +135,30 @@ def _tokenspeed_options(sizes: Sizes, device: str) -> dict[str, Any]:
         "max_context_len": 4096,
         "page_size": sizes.page_size,
         "rank": 0,
-        "enable_kv_cache_copy": True,
     }
 
 
 def _tokenspeed_mha(peer: Peer, sizes: Sizes, device: str) -> Any:
     options = _tokenspeed_options(sizes, device)
-    return peer.mha(head_num=sizes.heads, head_dim=sizes.head_dim, **options)
+    sizes_of_rows = {"head_num": sizes.heads, "head_dim": sizes.head_dim}
+    return peer.mha(**sizes_of_rows, **options, enable_kv_cache_copy=True)
 
 
 def _tokenspeed_mla(peer: Peer, sizes: Sizes, device: str) -> Any:
-    return peer.mla(
+    return _mla_of(peer.mla, sizes, device, quant_method="")
+
+
+def _mla_of(pool: Any, sizes: Sizes, device: str, **options: Any) -> Any:
+    """TokenSpeed's, or ours of that name."""
+    return pool(
         model_dtype=DTYPE,
-        quant_method="",
         kv_lora_rank=sizes.latent_dim,
         qk_rope_head_dim=sizes.rope_dim,
-        **_tokenspeed_options(sizes, device),
+        **_tokenspeed_options(sizes, device) | options,
     )
+
+
+_QUANTIZED = {"quant_method": "per_token_head", "dtype": FP8}
 
 
 def _indexed(*shapes: tuple[int, ...], sizes: Sizes, device: str) -> IndexPool:
@@ -176,7 +184,22 @@ _MAKERS: dict[str, dict[str, Callable[..., Any]]] = {
         "sglang": lambda peer, sizes, device: _own_mla(sizes, device, peer.mla),
         "tokenspeed": _tokenspeed_mla,
     },
+    "quantised MLA": {
+        "triton": lambda sizes, device: _mla_of(
+            tokenspeed.MLATokenToKVPool, sizes, device, **_QUANTIZED
+        ),
+        "torch": lambda sizes, device: QuantizedIndexPool(
+            sizes.num_slots + sizes.page_size,
+            sizes.layers,
+            sizes.latent_dim,
+            sizes.rope_dim,
+            DTYPE,
+            device,
+        ),
+        "tokenspeed": lambda peer, sizes, device: _mla_of(peer.mla, sizes, device, **_QUANTIZED),
+    },
 }
+KINDS = tuple(_MAKERS)
 
 
 def _slots(sizes: Sizes, rng: np.random.Generator, count: int) -> np.ndarray:
@@ -234,6 +257,10 @@ def _read_latent(pool, layer, slots):
     return pool.get_mla_kv_buffer(layer, slots)
 
 
+def _read_quantized(pool, layer, slots):
+    return pool.get_mla_kv_buffer(layer, slots, DTYPE)  # TokenSpeed's own default is fp8
+
+
 def _move(pool, dst, src):
     pool.move_kv_cache(dst, src)
 
@@ -272,4 +299,21 @@ CASES = [
         (*OURS, "sglang", *TOKENSPEED),
     ),
     Case("read latent+rope", "MLA", False, _layer_and_slots, _read_latent, (*OURS, *TOKENSPEED)),
+    # Theirs is of torch's operations, so that there is nothing to launch dependently.
+    Case(
+        "write quantised latent+rope",
+        "quantised MLA",
+        False,
+        _latent_and_rope,
+        _write_latent,
+        (*OURS, "tokenspeed"),
+    ),
+    Case(
+        "read quantised latent+rope",
+        "quantised MLA",
+        False,
+        _layer_and_slots,
+        _read_quantized,
+        (*OURS, "tokenspeed"),
+    ),
 ]

@@ -14,7 +14,7 @@ from benchmarks import bars, peers
 from benchmarks.command import options, parse, print_conditions, print_row
 from benchmarks.report import HEADER, Figure, conditions, row, save
 from benchmarks.torch_allocations import NAMES, allocations
-from benchmarks.torch_cases import CASES, Case, Contender, Sizes, contenders
+from benchmarks.torch_cases import CASES, KINDS, Case, Contender, Sizes, contenders
 from benchmarks.torch_time import Clock
 
 REPETITIONS = 10
@@ -43,7 +43,7 @@ class Bench:
 
     def run(self, names: Sequence[str], tokens: Sequence[int]) -> None:
         """Measures the cases of these names, prints a line for each figure."""
-        for kind in ("MHA", "MLA"):
+        for kind in KINDS:
             cases = [case for case in CASES if case.kind == kind and case.name in names]
             wanted = dict.fromkeys(name for case in cases for name in case.contenders)
             pools = contenders(kind, self.sizes, self.device, self.peers, wanted)

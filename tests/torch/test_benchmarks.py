@@ -23,10 +23,13 @@ from benchmarks import bars, peers, torch_cases, torch_side, torch_time  # noqa:
 from benchmarks.report import Figure  # noqa: E402
 from benchmarks.torch_allocations import NAMES, allocations  # noqa: E402
 from benchmarks.torch_cases import CASES, Sizes, contenders  # noqa: E402
+from tests import oracles  # noqa: E402
+from tests.torch.tensors import to_numpy  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = Sizes(layers=2, num_slots=48, heads=2, head_dim=16, latent_dim=256, rope_dim=64)
 SEVERAL = [1, 8]
+NAN_IN_FP8 = 0x7F  # what is less is a number
 
 
 class CallsOnce:
@@ -59,7 +62,8 @@ class CallsOnce:
 def tables(pool):
     """Every layer of every plane, whosever pool it is."""
     for name in ("k_buffer", "v_buffer", "kv_buffer"):
-        yield from getattr(pool, name, [])
+        for table in getattr(pool, name, []):
+            yield from table if isinstance(table, tuple) else [table]
     if hasattr(pool, "latent_dim"):  # that of plain torch
         yield from itertools.chain(*pool.planes)
 
@@ -68,7 +72,10 @@ def outcome(case, contender, num_tokens):
     """What three calls return and leave in a pool of known contents."""
     torch.manual_seed(0)
     for table in tables(contender.pool):
-        table.normal_()
+        if table.dtype == torch.uint8:
+            table.random_(0, NAN_IN_FP8)
+        else:
+            table.normal_()
         table[: TINY.page_size] = 0
     rng = np.random.default_rng(num_tokens)
     contender.prepare(False)
@@ -112,6 +119,27 @@ def test_a_pool_that_does_nothing_is_found_out():
         assert unequal(case, found, 8) == ["idle"], case.name
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 24])
+def test_quantised_cases_do_what_numpy_does(num_tokens):
+    write, read = (
+        case for case in CASES if case.name in (bars.WRITE_QUANTIZED, bars.READ_QUANTIZED)
+    )
+    assert write.kind == read.kind == "quantised MLA"
+    for contender in contenders(write.kind, TINY, "cpu", {}, write.contenders):
+        rng = np.random.default_rng(num_tokens)
+        layer, slots, *parts = write.inputs(TINY, rng, num_tokens, 1, "cpu")
+        contender.prepare(False)
+        write.call_of(contender)(layer, slots, *parts)
+        rows = [table[slots] for table in contender.pool.kv_buffer[layer.layer_id]]
+        expected = oracles.quantize(*map(to_numpy, parts), "bfloat16")
+        for have, want in zip(rows, expected, strict=True):
+            oracles.assert_same_bits(to_numpy(have), want)
+        returned = read.call_of(contender)(layer, slots)
+        expected = oracles.dequantize(*expected, "bfloat16")
+        for have, want in zip(returned, expected, strict=True):
+            oracles.assert_same_bits(to_numpy(have), want)
+
+
 def test_slots_are_as_the_names_say():
     inputs = {case.name: case.inputs for case in CASES}
     arguments = (Sizes(), np.random.default_rng(0), 1000, 0, "cpu")
@@ -130,6 +158,8 @@ def test_bytes_moved():
     assert moved[bars.WRITE] == 2 * 10 * 2 * 8 * 128 * 2
     assert moved[bars.DISJOINT] == 32 * moved[bars.WRITE]
     assert moved[bars.WRITE_LATENT] == moved[bars.READ_LATENT] == 2 * 10 * (512 + 64) * 2
+    quantized = 10 * ((512 + 64) * 2 + 512 + 4 + 64 * 2)
+    assert moved[bars.WRITE_QUANTIZED] == moved[bars.READ_QUANTIZED] == quantized
 
 
 def test_allocators_hand_out_distinct_slots():
@@ -166,7 +196,7 @@ def test_a_whole_run_is_printed_and_saved(tmp_path, capsys):
     assert len(figures) == len(CASES) * 2 * len(SEVERAL) + 4
     assert clock.called == len(CASES) * 2 * len(SEVERAL) * 11 + 4
     out = capsys.readouterr().out
-    assert out.count(" 2.00 ") == len(CASES) * 2 * len(SEVERAL)
+    assert out.partition("bars:")[0].count(" 2.00 ") == len(CASES) * 2 * len(SEVERAL)
     markdown = (tmp_path / "figures.md").read_text()
     for figure in figures:
         assert f"| {figure['case']} | {figure['num_tokens']} |" in markdown
@@ -193,39 +223,6 @@ def test_what_fails_is_left_out_and_named(capsys):
     out = capsys.readouterr().out
     assert "left out: write K+V, 1 tokens, triton: ValueError: out of order\n" in out
     assert out.count(" 2.00 ") == 3
-
-
-def figure(case, name, num_tokens, device=1e-6, host=1e-6, share=0.5):
-    return Figure(case, num_tokens, name, device, host, 1000, 1000 / device / share)
-
-
-def test_bars_pass_and_fail():
-    by_promise = {
-        bar.promise: bar.passed
-        for bar in bars.bars(
-            [
-                figure(bars.DISJOINT, "triton", 16, device=4.1e-6),
-                figure(bars.DISJOINT, "triton", 256, share=0.81),
-                figure(bars.DISJOINT, "triton", 1024, share=0.84),
-                figure(bars.OVERLAPPING, "triton", 256, device=1.6e-6),
-                figure(bars.PERMUTED, "triton", 256, device=2.6e-6),
-                figure(bars.WRITE_LATENT, "triton", 16384, device=1e-6),
-                figure(bars.WRITE_LATENT, "tokenspeed", 16384, device=2e-6),
-                figure(bars.WRITE_LATENT, "tokenspeed pdl", 16384, device=0.9e-6),
-                figure(bars.WRITE_LATENT, "sglang", 16384, device=5.1e-6, host=2e-6),
-                figure(bars.WRITE, "triton", 1, device=1e-6, host=2e-6),
-                figure(bars.WRITE, "torch", 1, device=1.1e-6),
-                figure(bars.WRITE, "sglang", 1, host=1.9e-6),
-            ]
-        )
-    }
-    assert list(by_promise.values()) == [
-        *(True, False, None, False),  # disjoint: 256, 1024, 4096, 16 tokens
-        *(True, False),  # overlapping, permuted
-        *(False, None),  # TokenSpeed's write and read
-        *(True, None, True),  # SGLang's latent write; torch's write at 16 384 and at any n
-        *(False, True, None, None),  # the host: write, latent write, moves
-    ]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +364,10 @@ def test_peers_do_the_same_as_plain_torch(name):
     assert done.returncode == 0, done.stderr
     expected = {
         "sglang": [bars.WRITE, bars.WRITE_LATENT, *NAMES],
-        "tokenspeed": [bars.DISJOINT, bars.WRITE_LATENT, bars.READ_LATENT],
+        "tokenspeed": [
+            *(bars.DISJOINT, bars.WRITE_LATENT, bars.READ_LATENT),
+            *(bars.WRITE_QUANTIZED, bars.READ_QUANTIZED),
+        ],
     }
     assert done.stdout.splitlines() == expected[name]
 
