@@ -14,7 +14,15 @@ from kvjax.geometry import MHAGeometry
 from kvjax.ops.narrow import narrow
 from kvjax.ops.read_rows import read_rows
 from kvjax.ops.write_rows import write_rows
-from kvjax.pools.pool import LayerId, Pool, as_values, slots_of, update, view
+from kvjax.pools.pool import (
+    LayerId,
+    Pool,
+    as_values,
+    implementation_for,
+    slots_of,
+    update,
+    view,
+)
 
 Scale = float | Shaped[Array, ""] | Shaped[Array, "1"]
 
@@ -57,6 +65,7 @@ def write(
     k = as_values("k", k, (slots.size, *k_spec.row_shape))
     v = as_values("v", v, (slots.size, *v_spec.row_shape))
     scales = (_scale("k_scale", k_scale), _scale("v_scale", v_scale))
+    implementation = implementation_for(pool, implementation)
     return _write(pool, index, slots, (k, v), scales, implementation=implementation)
 
 

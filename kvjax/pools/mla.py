@@ -16,7 +16,15 @@ from kvjax.ops.types import Planes
 from kvjax.ops.write_latent_rope import write_latent_rope
 from kvjax.ops.write_quantized import write_quantized
 from kvjax.ops.write_rows import write_rows
-from kvjax.pools.pool import LayerId, Pool, as_values, slots_of, typed, update
+from kvjax.pools.pool import (
+    LayerId,
+    Pool,
+    as_values,
+    implementation_for,
+    slots_of,
+    typed,
+    update,
+)
 
 
 def write(
@@ -53,6 +61,7 @@ def write(
     slots = slots_of(pool, slots, distinct=True)
     latent = as_values("latent", latent, (slots.size, 1, geometry.latent_dim))
     rope = as_values("rope", rope, (slots.size, 1, geometry.rope_dim))
+    implementation = implementation_for(pool, implementation)
     return _write(pool, index, slots, (latent, rope), implementation=implementation)
 
 
@@ -73,6 +82,7 @@ def write_joined(
     slots = slots_of(pool, slots, distinct=True)
     width = geometry.latent_dim + geometry.rope_dim
     rows = as_values("rows", rows, (slots.size, 1, width))
+    implementation = implementation_for(pool, implementation)
     return _write(pool, index, slots, (rows,), implementation=implementation)
 
 
@@ -103,6 +113,7 @@ def read(
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots)
+    implementation = implementation_for(pool, implementation)
     if geometry.quantization is not None:
         dtype = dtype_name(geometry.dtype if dtype is None else dtype)
         return _read_quantized(pool, index, slots, dtype, implementation=implementation)

@@ -17,6 +17,7 @@ from kvjax.pools.pool import (
     Pool,
     Rows,
     as_rows,
+    implementation_for,
     require_same_length,
     require_same_planes,
     slots_of,
@@ -168,6 +169,7 @@ def copy_rows(
     src = slots_of(src_pool, src_slots, name="src_slots")
     require_same_length(dst_slots=dst, src_slots=src)
     index = None if layers is None else dst_pool.geometry.layers.local(layers)
+    implementation = implementation_for(dst_pool, implementation)
     return _copy_between(dst_pool, dst, src_pool, src, index, implementation=implementation)
 
 

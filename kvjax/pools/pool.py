@@ -98,18 +98,48 @@ def page_view(
     return typed(pool, pages), jnp.where(there, table + index * num_pages, -1).astype(jnp.int32)
 
 
+def update(
+    operation: Callable[..., Any],
+    pool: Pool,
+    *operands: Any,
+    implementation: str | None = None,
+    **options: Any,
+) -> Pool:
+    """``pool`` with its planes as ``operation`` returns them, in place."""
+    implementation = implementation_for(pool, implementation)
+    return _update(operation, pool, *operands, implementation=implementation, **options)
+
+
+def view(
+    operation: Callable[..., Any], pool: Pool, *operands: Any, implementation: str | None = None
+) -> Rows:
+    """What ``operation`` reads in the pool's planes."""
+    implementation = implementation_for(pool, implementation)
+    return _view(operation, pool, *operands, implementation=implementation)
+
+
+def implementation_for(pool: Pool, name: str | None) -> str | None:
+    """``name``; if ``None``, the reference for a pool that is elsewhere than JAX's default backend.
+
+    Operations see the default backend only. Inside ``jit`` nothing says where a pool is.
+    """
+    plane = pool.planes[0]
+    if name is not None or isinstance(plane, Tracer) or not isinstance(plane, jax.Array):
+        return name
+    device = next(iter(plane.sharding.device_set))
+    return None if device.platform == jax.default_backend() else "reference"
+
+
 @partial(
     jax.jit, static_argnums=0, donate_argnums=1, static_argnames=("disjoint", "implementation")
 )
-def update(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any) -> Pool:
-    """``pool`` with its planes as ``operation`` returns them, in place."""
+def _update(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any) -> Pool:
     planes = operation(pool.planes, *operands, first_slot=pool.geometry.first_slot, **options)
     return dataclasses.replace(pool, planes=planes)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="implementation")
-def view(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any) -> Rows:
-    """What ``operation`` reads in the pool's planes."""
+def _view(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any) -> Rows:
     rows = operation(pool.planes, *operands, first_slot=pool.geometry.first_slot, **options)
     return typed(pool, rows)
 
