@@ -49,7 +49,6 @@ def run(*arguments):
         (["no-such-trace.jsonl"], "No such file or directory: 'no-such-trace.jsonl'"),
         ([Path(__file__).parent], f"Is a directory: '{Path(__file__).parent}'"),
         (["--quantization", "per_token_head"], "is for latent rows, not for those of K and V"),
-        (["--quantization", "per_token_head", "--backend", "both"], "by --backend jax alone"),
         (["--share"], "--share needs --backend both, not jax"),
         (["--share", "0", "--backend", "both"], "--share 0 must be at least 1"),
         (["--sweep", "--backend", "torch"], "--sweep moves no rows; leave out --backend torch"),

@@ -107,11 +107,9 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
       OSError: a file cannot be read.
       ValueError: an argument or a line of the trace makes no sense.
       UnsupportedError: the model's layers do not all keep KV rows of one shape, or its rows cannot
-        be quantised, or not by the backend, or matplotlib is missing, or what the backend needs.
+        be quantised, or matplotlib is missing, or what the backend needs.
     """
     _check_numbers(args)
-    if args.quantization is not None and args.backend != "jax":
-        raise UnsupportedError("--quantization is served by --backend jax alone")
     backend = _backend(args)
     if args.plot is not None:
         _check_plot(args.plot)

@@ -14,7 +14,8 @@ import numpy as np
 from kvjax.geometry import DTYPE_BYTES, PlaneSpec
 
 _WORD_BITS = 32
-_NUM_SCALES = 16  # powers of two, from 1 on
+NUM_SCALES = 16
+"""Of a quantised pool: powers of two, from 1 on."""
 
 
 def unit_tags(keys: np.ndarray) -> np.ndarray:
@@ -35,6 +36,11 @@ def describe_tag(tag: int) -> str:
 def bits_dtype(dtype: str) -> str:
     """The unsigned integer as wide as a storage dtype."""
     return f"uint{8 * DTYPE_BYTES[dtype]}"
+
+
+def float_bits(number: Any, dtype: str) -> int:
+    """The bit pattern of a number that a storage dtype has."""
+    return int(np.float32(number).astype(dtype).view(bits_dtype(dtype)))
 
 
 def row_bits(
@@ -71,15 +77,14 @@ def _quantized(xp: ModuleType, plane: PlaneSpec, bits: Any) -> Any:
     unsigned = bits.dtype.type
     match plane.name:
         case "latent":  # the largest magnitude decides the scale: one number is as large as can be
-            largest = np.float32(ml_dtypes.finfo(plane.dtype).max).astype(plane.dtype)
+            largest = float_bits(ml_dtypes.finfo(plane.dtype).max, plane.dtype)
             sign = unsigned(0x80)
             is_first = xp.arange(bits.shape[-1]) == 0
-            return xp.where(is_first, bits & sign | unsigned(largest.view(np.uint8)), bits)
+            return xp.where(is_first, bits & sign | unsigned(largest), bits)
         case "scale":
-            info = ml_dtypes.finfo(plane.dtype)
-            one = np.ones((), plane.dtype).view(bits.dtype)
-            exponents = (bits >> unsigned(_WORD_BITS // 2)) % unsigned(_NUM_SCALES)
-            return (exponents << unsigned(info.nmant)) + unsigned(one)
+            one = float_bits(1, plane.dtype)
+            exponents = (bits >> unsigned(_WORD_BITS // 2)) % unsigned(NUM_SCALES)
+            return (exponents << unsigned(ml_dtypes.finfo(plane.dtype).nmant)) + unsigned(one)
         case "rope":  # no subnormals, which XLA on CPU takes for zeros, and none near the largest
             second = unsigned(1 << (8 * bits.dtype.itemsize - 3))
             first = second + second

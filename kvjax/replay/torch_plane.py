@@ -12,12 +12,13 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from kvjax.geometry import DTYPE_BYTES, Geometry, MHAGeometry, MLAGeometry, PlaneSpec
+from kvjax.geometry import DTYPE_BYTES, Geometry, MLAGeometry, PlaneSpec
+from kvjax.replay import content
 from kvjax.replay.data_plane import no_room
 from kvjax.replay.scheduler import Settings
 from kvtorch.allocators import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from kvtorch.pools.mha import MHATokenToKVPool
-from kvtorch.pools.mla import MLATokenToKVPool
+from kvtorch.pools import planes
+from kvtorch.pools.from_geometry import pool_over
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
@@ -108,14 +109,14 @@ class TorchRows:
     """``Rows`` of a kvtorch pool, and of tensors in host memory, pinned if the pool is on a GPU.
 
     Attributes:
-      pool: the device tier, one of SGLang's classes.
+      pool: the device tier, of one of SGLang's classes or, of quantised rows, of TokenSpeed's.
       host: the host tier, ``[layers, slots, *row]`` for each plane in its storage dtype.
     """
 
     def __init__(self, geometry: Geometry, host_slots: int, device: str) -> None:
         self.planes = geometry.planes
         self.layers = geometry.layers
-        self.pool = _pool(geometry, device)
+        self.pool = pool_over(planes.create(geometry, device), geometry)
         self.host = [
             torch.zeros(
                 (len(geometry.layers), host_slots, *plane.row_shape),
@@ -162,7 +163,10 @@ class TorchRows:
 
     def read_layer(self, layer_id, slots) -> tuple[np.ndarray, ...]:
         index = _tensor(slots, self._device)
-        if isinstance(self.pool, MLATokenToKVPool):
+        geometry = self.pool.geometry
+        if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
+            return tuple(map(_bits, self._read_quantized(layer_id, index)))
+        if isinstance(geometry, MLAGeometry):
             parts = self.pool.get_mla_kv_buffer(_Layer(layer_id), index)
             return (np.concatenate([_bits(part) for part in parts], axis=-1),)
         return tuple(
@@ -179,16 +183,39 @@ class TorchRows:
     def _write(self, slots: torch.Tensor, tags: torch.Tensor, positions: torch.Tensor) -> None:
         """Computes the rows of all layers, then writes them layer by layer, as a model does."""
         pool, layer_ids = self.pool, range(self.layers.start, self.layers.stop)
-        planes = [
+        geometry = pool.geometry
+        by_plane = [
             row_bits(plane, number, layer_ids, tags, positions).view(getattr(torch, plane.dtype))
             for number, plane in enumerate(self.planes)
         ]
-        for layer_id, *rows in zip(layer_ids, *planes, strict=True):
-            if isinstance(pool, MLATokenToKVPool):
-                parts = rows[0].split([pool.kv_lora_rank, pool.qk_rope_head_dim], dim=-1)
+        for layer_id, *rows in zip(layer_ids, *by_plane, strict=True):
+            if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
+                latent, scale, rope = rows
+                parts = (part.float() * scale for part in (latent, rope))
+                pool.set_mla_kv_buffer(_Layer(layer_id), slots, *parts)
+            elif isinstance(geometry, MLAGeometry):
+                parts = rows[0].split([geometry.latent_dim, geometry.rope_dim], dim=-1)
                 pool.set_mla_kv_buffer(_Layer(layer_id), slots, *parts)
             else:
                 pool.set_kv_buffer(_Layer(layer_id), slots, *rows)
+
+    def _read_quantized(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What is stored, by way of the numbers that a model reads, as ``KvjaxRows`` does it.
+
+        Scales are powers of two, times which the first number of a latent is the largest of its
+        dtype. They are computed with as bits.
+        """
+        latent_spec, _, rope_spec = self.planes
+        latent, rope = self.pool.get_mla_kv_buffer(_Layer(layer_id), slots, torch.float32)
+        one = content.float_bits(1, "float32")
+        largest = content.float_bits(ml_dtypes.finfo(latent_spec.dtype).max, "float32")
+        scale = latent[..., :1].abs().view(torch.int32) - largest + one
+        inverse = (one + one - scale).view(torch.float32)
+        return (
+            (latent * inverse).to(getattr(torch, latent_spec.dtype)),
+            scale.view(torch.float32),
+            (rope * inverse).to(getattr(torch, rope_spec.dtype)),
+        )
 
     def _flat(self, slots: np.ndarray) -> Sequence[torch.Tensor]:
         flat = self.pool.get_flat_data(_tensor(slots, self._device))
@@ -228,7 +255,27 @@ def row_bits(
     if num_bytes < 4:
         words = (words >> (32 - 8 * num_bytes)).to(_INTEGERS[num_bytes])
     words &= ~(1 << ml_dtypes.finfo(plane.dtype).nmant)
-    return words.view(*words.shape[:2], *plane.row_shape)
+    return _quantized(plane, words).view(*words.shape[:2], *plane.row_shape)
+
+
+def _quantized(plane: PlaneSpec, words: torch.Tensor) -> torch.Tensor:
+    """``content``'s change of the words where the plane is one of a quantised pool, in place."""
+    match plane.name:
+        case "latent":
+            largest = content.float_bits(ml_dtypes.finfo(plane.dtype).max, plane.dtype)
+            first = words[..., 0]
+            first.bitwise_and_(-(1 << (8 * words.element_size() - 1))).bitwise_or_(largest)
+        case "scale":
+            words >>= 16
+            words &= content.NUM_SCALES - 1
+            words <<= ml_dtypes.finfo(plane.dtype).nmant
+            words += content.float_bits(1, plane.dtype)
+        case "rope":
+            second = 1 << (8 * words.element_size() - 3)
+            opposite = (~words & second) << 1
+            words &= ~(second << 1)
+            words |= opposite
+    return words
 
 
 def _mix(words: torch.Tensor, *, only_high_half: bool = False) -> torch.Tensor:
@@ -258,33 +305,6 @@ class _Layer:
     """What SGLang's pools want to know of a model's layer."""
 
     layer_id: int
-
-
-def _pool(geometry: Geometry, device: str) -> MHATokenToKVPool | MLATokenToKVPool:
-    common = {
-        "size": geometry.num_slots,
-        "page_size": geometry.page_size,
-        "layer_num": len(geometry.layers),
-        "device": device,
-        "enable_memory_saver": False,
-        "start_layer": geometry.layers.start,
-    }
-    if isinstance(geometry, MHAGeometry):
-        return MHATokenToKVPool(
-            dtype=getattr(torch, geometry.dtype),
-            head_num=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            v_head_dim=geometry.v_head_dim,
-            v_dtype=getattr(torch, str(geometry.v_dtype)),
-            **common,
-        )
-    assert isinstance(geometry, MLAGeometry)
-    return MLATokenToKVPool(
-        dtype=getattr(torch, geometry.dtype),
-        kv_lora_rank=geometry.latent_dim,
-        qk_rope_head_dim=geometry.rope_dim,
-        **common,
-    )
 
 
 def _tensor(array: np.ndarray, device: str) -> torch.Tensor:

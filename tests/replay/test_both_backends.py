@@ -18,9 +18,18 @@ from kvjax.replay.pooled_plane import PooledPlane
 from kvjax.replay.scheduler import Scheduler
 from kvjax.replay.torch_plane import TorchPages, TorchRows
 from kvjax.replay.verify import Verifier
-from tests.replay.workloads import ENGINE, GEOMETRIES, WIDE, make_jobs
+from tests.replay.workloads import (
+    ENGINE,
+    GEOMETRIES,
+    QUANTIZED,
+    WIDE,
+    WIDE_QUANTIZED,
+    make_jobs,
+)
 
 GEOMETRY = GEOMETRIES["mha-bfloat16-float8_e4m3fn"]
+LATENT = GEOMETRIES["mla-bfloat16"]
+LATENT_QUANTIZED = QUANTIZED["mla-quantized-bfloat16"]
 APART, SHARED = Backend("both"), Backend("both", turn_len=3)
 
 
@@ -50,13 +59,16 @@ def check(backend, geometry, settings=ENGINE):
     return plane, comparison
 
 
-def test_both_do_the_same():
-    check(APART, GEOMETRY)
+@pytest.mark.parametrize("geometry", [GEOMETRY, LATENT_QUANTIZED], ids=["mha", "mla-quantized"])
+def test_both_do_the_same(geometry):
+    check(APART, geometry)
 
 
-@pytest.mark.parametrize("name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16"])
-def test_both_do_the_same_in_one_memory(name):
-    plane, comparison = check(SHARED, GEOMETRIES[name])
+@pytest.mark.parametrize(
+    "geometry", [GEOMETRY, LATENT, LATENT_QUANTIZED], ids=["mha", "mla", "mla-quantized"]
+)
+def test_both_do_the_same_in_one_memory(geometry):
+    plane, comparison = check(SHARED, geometry)
     plane.rows.give_back()
     assert comparison.turns > 60
     assert plane.rows.torch_rows.pool.audit() == []
@@ -77,7 +89,7 @@ def test_allocators_of_single_slots_do_the_same():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("turn_len", [None, 1], ids=["apart", "shared"])
-@pytest.mark.parametrize("geometry", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("geometry", [*WIDE.values(), WIDE_QUANTIZED], ids=[*WIDE, "mla-quantized"])
 def test_both_do_the_same_on_a_gpu(geometry, turn_len):
     check(Backend("both", turn_len), geometry)
 
@@ -141,6 +153,27 @@ def test_a_fault_of_one_in_the_memory_of_both_is_a_wrong_row(monkeypatch, rows, 
     *_, verdict = serve(SHARED)
     assert verdict.wrong_rows > 0
     assert "not the row of" in verdict.messages[0]
+
+
+def doubles_a_scale(write):
+    def faulty(self, slots, tags, positions):
+        write(self, slots, tags, positions)
+        self.pool.planes[1][-1, int(slots[0])] *= 2
+
+    return faulty
+
+
+def test_another_scale_in_one_memory_is_a_difference(monkeypatch):
+    monkeypatch.setattr(TorchRows, "write", doubles_a_scale(TorchRows.write))
+    with pytest.raises(BackendsDiffer, match=r"^device slot \d+, layer 5, plane scale: element"):
+        serve(APART, LATENT_QUANTIZED)
+
+
+def test_another_scale_in_the_memory_of_both_is_a_wrong_row(monkeypatch):
+    monkeypatch.setattr(TorchRows, "write", doubles_a_scale(TorchRows.write))
+    *_, verdict = serve(SHARED, LATENT_QUANTIZED)
+    assert verdict.wrong_rows > 0
+    assert "layer 5, plane scale: not the row of" in verdict.messages[0]
 
 
 def test_reading_the_shared_memory_differently_is_a_difference(monkeypatch):
@@ -212,6 +245,13 @@ def test_a_difference_fails_the_replay(capsys, monkeypatch):
 
 def test_torch_alone_is_replayed(capsys):
     assert command.main(["replay", *OPTIONS, "--backend", "torch"]) == 0
+    assert capsys.readouterr().out.endswith("verified, bit for bit\n")
+
+
+def test_torch_alone_replays_quantized_rows(capsys):
+    options = ["--latent-dim", "16", "--rope-dim", "4", "--quantization", "per_token_head"]
+    served = [option for option in OPTIONS if option not in ("--head-dim", "8")]
+    assert command.main(["replay", *served, *options, "--backend", "torch"]) == 0
     assert capsys.readouterr().out.endswith("verified, bit for bit\n")
 
 

@@ -14,21 +14,32 @@ from kvjax.replay.null_plane import NullPlane
 from kvjax.replay.pooled_plane import PooledPlane
 from kvjax.replay.scheduler import Scheduler
 from kvjax.replay.verify import Verifier
-from tests.replay.workloads import ENGINE, GEOMETRIES, WIDE, make_jobs
+from tests.replay.workloads import (
+    ENGINE,
+    GEOMETRIES,
+    QUANTIZED,
+    WIDE,
+    WIDE_QUANTIZED,
+    make_jobs,
+)
 
+EVERY_GEOMETRY = GEOMETRIES | QUANTIZED
 GEOMETRY = GEOMETRIES["mha-bfloat16-float8_e4m3fn"]
 SINGLE_SLOTS = dataclasses.replace(ENGINE, page_size=1, num_pages=80)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_numpy_and_torch_agree(dtype):
-    plane = PlaneSpec("k", (2, 12), dtype)
+PLANES = [PlaneSpec("k", (2, 12), dtype) for dtype in DTYPE_BYTES]
+PLANES += sorted({plane for geometry in QUANTIZED.values() for plane in geometry.planes}, key=str)
+
+
+@pytest.mark.parametrize("plane", PLANES, ids=lambda plane: f"{plane.name}-{plane.dtype}")
+def test_numpy_and_torch_agree(plane):
     tags = np.array([0, 1, 2, 2**32 - 1, 77, 77], np.uint32)
     positions = np.array([0, 0, 5, 2**31, 3, 4], np.uint32)
     signed = [torch.from_numpy(array.view(np.int32).copy()) for array in (tags, positions)]
     bits = torch_plane.row_bits(plane, 1, range(3, 5), *signed)
     expected = [content.row_bits(np, plane, 1, layer_id, tags, positions) for layer_id in (3, 4)]
-    found = bits.numpy().view(content.bits_dtype(dtype))
+    found = bits.numpy().view(content.bits_dtype(plane.dtype))
     np.testing.assert_array_equal(found, np.stack(expected), strict=True)
 
 
@@ -60,7 +71,7 @@ def check_every_row(geometry, settings=ENGINE, device="cpu"):
     assert counted[0] == counted[1]
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@pytest.mark.parametrize("geometry", EVERY_GEOMETRY.values(), ids=EVERY_GEOMETRY)
 def test_every_row_is_right(geometry):
     check_every_row(geometry)
 
@@ -75,7 +86,7 @@ def test_every_row_is_right_in_small_chunks(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("geometry", [*WIDE.values(), WIDE_QUANTIZED], ids=[*WIDE, "mla-quantized"])
 def test_every_row_is_right_on_a_gpu(geometry):
     check_every_row(geometry, device="cuda")
 
@@ -84,9 +95,11 @@ def flip_a_bit(tensor, slot):
     tensor.view(torch.uint8).flatten(2)[-1, slot, 3] ^= 1
 
 
-@pytest.mark.parametrize("name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16", "mla-quantized-bfloat16"]
+)
 def test_one_wrong_bit_in_the_pool_is_found(name):
-    plane, scheduler, verifier = serve(GEOMETRIES[name])
+    plane, scheduler, verifier = serve(EVERY_GEOMETRY[name])
     unit = next(scheduler.index.on_device())
     flip_a_bit(plane.rows.pool.planes[-1], int(unit.pages[0]) * ENGINE.page_size)
     verifier.read_back(lambda tokens: None)
