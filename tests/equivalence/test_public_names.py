@@ -62,7 +62,7 @@ def alike(actual, expected):
         return (actual.dtype, actual.device) == (expected.dtype, expected.device) and torch.equal(
             actual, expected
         )
-    if isinstance(expected, list):
+    if isinstance(expected, list | tuple):
         return len(actual) == len(expected) and all(map(alike, actual, expected))
     return actual == expected
 

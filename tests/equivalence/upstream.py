@@ -109,7 +109,7 @@ def _import(name, *args):
     if name.startswith("sglang."):
         return _stand_ins()[name.removeprefix("sglang.srt.")]
     module = builtins.__import__(name, *args)
-    return _torch_without_device() if name == "torch" else module
+    return torch_without_device() if name == "torch" else module
 
 
 def _range(*bounds):
@@ -158,7 +158,7 @@ def _stand_ins() -> dict[str, types.SimpleNamespace]:
 
 
 @functools.cache
-def _torch_without_device():
+def torch_without_device():
     """torch, but where there is no CUDA device, waiting for it is no error (A-MHA-7)."""
     import torch
 
