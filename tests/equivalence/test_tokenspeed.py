@@ -7,7 +7,15 @@ torch = pytest.importorskip("torch", reason="torch: not installed")
 
 from kvtorch import tokenspeed as ours
 from tests.equivalence.test_public_names import differences, may_be_called_alike
-from tests.equivalence.tokenspeed_machine import CASES, E4M3, LATENT, LAYERS, drive, machine
+from tests.equivalence.tokenspeed_machine import (
+    CASES,
+    E4M3,
+    LATENT,
+    LAYERS,
+    assert_same,
+    drive,
+    machine,
+)
 from tests.equivalence.upstream_tokenspeed import require_tokenspeed
 from tests.torch.pools import Counter
 
@@ -17,6 +25,28 @@ def test_both_do_the_same(case):
     pools = machine(require_tokenspeed(), case)
     drive(pools, max_examples=5)
     assert pools.num_steps >= 60
+
+
+# 512 tokens and more are another kernel's.
+@pytest.mark.parametrize(
+    "num_tokens, dtype", [(1, torch.uint8), (5, torch.bfloat16), (513, torch.bfloat16)]
+)
+def test_functions_do_the_same(num_tokens, dtype):
+    results = []
+    for functions in (ours, require_tokenspeed()):
+        generator = torch.Generator().manual_seed(num_tokens)
+        loc, other = torch.randperm(1200, generator=generator)[: 2 * num_tokens].view(2, -1)
+        rows = torch.randint(256, (num_tokens, 1, LATENT + 16), generator=generator).to(dtype)
+        parts = [part.contiguous() for part in rows.split([LATENT, 16], -1)]
+        buffer = torch.full((1200, 1, LATENT + 16), 7, dtype=dtype)
+        functions.set_mla_kv_buffer_triton(buffer, loc, *parts)
+        found = [torch.empty_like(part) for part in parts]
+        functions.get_mla_kv_buffer_triton(buffer, loc.flip(0), *found)
+        k, v = [buffer.clone()], [buffer + 1]
+        functions.move_kv_cache_native(k, v, torch.stack([loc, other]), torch.stack([other, loc]))
+        results.append([buffer, *found, *k, *v])
+    assert_same(*results)
+    assert not torch.equal(results[0][0], results[0][3])
 
 
 class IgnoresTheNamedLayer(ours.MHATokenToKVPool):
