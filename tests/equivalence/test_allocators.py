@@ -83,4 +83,4 @@ def test_another_order_is_caught(monkeypatch):
 
     monkeypatch.setattr(PagedTokenToKVPoolAllocator, "_put_back", staticmethod(FreeList.put_last))
     with pytest.raises(AssertionError):
-        compare(True, 4, "cpu", max_examples=100, phases=[Phase.generate], database=None)
+        compare(True, 4, "cpu", max_examples=500, phases=[Phase.generate], database=None)

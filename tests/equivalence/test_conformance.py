@@ -349,7 +349,7 @@ def test_a_wrong_class_is_caught(mutant):
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=100,
+                max_examples=500,
                 phases=[Phase.generate],
                 derandomize=True,
                 database=None,

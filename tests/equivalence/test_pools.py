@@ -241,7 +241,7 @@ def finds(case, make):
     """Whether the machine finds what is wrong."""
     options = {"phases": [Phase.generate], "derandomize": True, "database": None}
     try:
-        drive(case, make, max_examples=60, stateful_step_count=CALLS, **options)
+        drive(case, make, max_examples=300, stateful_step_count=CALLS, **options)
     except AssertionError:
         return True
     return False
