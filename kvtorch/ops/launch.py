@@ -16,6 +16,9 @@ MAX_ROW_ELEMENTS = 65536
 FEW_TOKENS = 512
 """Up to so many tokens each is a program of its own."""
 
+E4M3FN_MAX = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+E5M2_MAX = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
+
 _compiled: dict[Any, Any] = {}
 
 
@@ -135,13 +138,22 @@ def divided(values, scale, KIND: tl.constexpr):
 
 
 @triton.jit
+def widened(values):
+    """``values`` in float32; fp8 through float16, the only way from e5m2 that keeps its NaNs."""
+    if values.dtype.is_fp8():
+        values = values.to(tl.float16)
+    return values.to(tl.float32)
+
+
+@triton.jit
 def narrowed(values, dtype: tl.constexpr):
     """``values`` in ``dtype``: fp8 saturates at its largest finite value, NaN stays NaN."""
-    if values.dtype.is_fp8():  # Triton's way from e5m2 to bfloat16 makes numbers of its NaNs
-        values = values.to(tl.float16).to(tl.float32)
+    if values.dtype.is_fp8():  # Triton's own way from e5m2 to bfloat16 makes numbers of its NaNs
+        values = widened(values)
     if dtype == tl.float8e4nv:
-        values = tl.clamp(values.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        values = values.to(tl.float32)
+        values = tl.clamp(values, -E4M3FN_MAX, E4M3FN_MAX, propagate_nan=tl.PropagateNan.ALL)
     elif dtype == tl.float8e5:
         values = values.to(tl.float32)
-        values = tl.clamp(values, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
+        values = tl.clamp(values, -E5M2_MAX, E5M2_MAX, propagate_nan=tl.PropagateNan.ALL)
     return values.to(dtype)

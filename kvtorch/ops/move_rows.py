@@ -178,11 +178,12 @@ def _move(
     # One plane stands for both, and has its own programs only.
     k, v = planes[0], planes[-1]
     num_tokens, (num_layers, num_rows) = dst.shape[0], k.shape[:2]
-    sizes = (k.stride(1), k.itemsize, v.stride(1), v.itemsize)
+    widths = (k.stride(1), v.stride(1))
     if disjoint:
-        constants, num_warps = _by_rows(*sizes), WARPS
+        constants, num_warps = _by_rows(*widths), WARPS
     else:
-        constants, num_warps = _by_columns(*sizes, launch.power_of_two(num_tokens))
+        tokens = launch.power_of_two(num_tokens)
+        constants, num_warps = _by_columns(*widths, k.itemsize, v.itemsize, tokens)
     columns, tokens = constants[4], constants[5]
     launch.launch(
         _kernel,
@@ -195,7 +196,7 @@ def _move(
 
 
 @functools.lru_cache(maxsize=1024)
-def _by_rows(k_width: int, k_bytes: int, v_width: int, v_bytes: int) -> tuple[int, ...]:
+def _by_rows(k_width: int, v_width: int) -> tuple[int, ...]:
     """The kernel's constants where a program copies whole rows of some tokens."""
     blocks = launch.power_of_two(k_width), launch.power_of_two(v_width)
     return k_width, v_width, *blocks, 1, max(1, TILE // max(blocks)), False
@@ -203,7 +204,7 @@ def _by_rows(k_width: int, k_bytes: int, v_width: int, v_bytes: int) -> tuple[in
 
 @functools.lru_cache(maxsize=1024)
 def _by_columns(
-    k_width: int, k_bytes: int, v_width: int, v_bytes: int, tokens: int
+    k_width: int, v_width: int, k_bytes: int, v_bytes: int, tokens: int
 ) -> tuple[tuple[int, ...], int]:
     """The constants, and the warps, where a program copies some columns of every token's row."""
     held = min(max(HELD_BYTES, tokens * 2 * SECTOR_BYTES), MOST_HELD_BYTES)

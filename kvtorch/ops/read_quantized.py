@@ -107,7 +107,7 @@ def _kernel(
     column = tl.arange(0, LATENT_BLOCK)[None, :]
     stored = latents + row * LATENT + column
     latent_row = tl.load(stored, mask=there & (column < LATENT), other=0.0)
-    latent_row = latent_row.to(tl.float16).to(tl.float32) * scale
+    latent_row = launch.widened(latent_row) * scale
     rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
     stored = ropes + row * ROPE + rope_column
     rope_row = tl.load(stored, mask=there & (rope_column < ROPE), other=0.0)

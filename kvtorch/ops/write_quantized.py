@@ -107,13 +107,6 @@ def reference(
     write_rows.reference(planes, layer, slots, rows, first_slot, (None, None, None))
 
 
-@triton.jit
-def _float32(values):
-    if values.dtype.is_fp8():
-        values = values.to(tl.float16)  # Triton knows no other way from e5m2 that keeps its NaNs
-    return values.to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["layer", "num_tokens", "num_rows", "first_slot"])
 def _kernel(
     slots,
@@ -147,11 +140,11 @@ def _kernel(
     column = tl.arange(0, LATENT_BLOCK)[None, :]
     mask = of_batch[:, None] & (column < LATENT)
     source = latent + (token * latent_stride)[:, None] + column
-    latent_row = _float32(tl.load(source, mask=mask, other=0.0))
+    latent_row = launch.widened(tl.load(source, mask=mask, other=0.0))
     rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
     mask = of_batch[:, None] & (rope_column < ROPE)
     source = rope + (token * rope_stride)[:, None] + rope_column
-    rope_row = _float32(tl.load(source, mask=mask, other=0.0))
+    rope_row = launch.widened(tl.load(source, mask=mask, other=0.0))
     # The bits of numbers without sign are ordered as the numbers are, and NaNs come last; the
     # maximum of floats would lose them.
     magnitudes = latent_row.to(tl.int32, bitcast=True) & 0x7FFFFFFF
