@@ -16,8 +16,16 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 
-QUANTIZATIONS = ("per_token_head",)
-"""TokenSpeed's name (B-Q): one scale for each token."""
+LATENT_QUANTIZATION = "per_token_head"
+"""Of latent rows, TokenSpeed's name (B-Q): one scale for each token."""
+
+KV_QUANTIZATIONS = {
+    "int8_per_token_head": "int8",
+    "fp8_per_token_head": "float8_e4m3fn",
+}
+"""Of K and V, vLLM's names: one scale for each token and head; and what is stored."""
+
+QUANTIZATIONS = (LATENT_QUANTIZATION, *KV_QUANTIZATIONS)
 
 _QUANTIZED_MODEL_DTYPES = ("bfloat16", "float32")
 
@@ -111,9 +119,14 @@ class PlaneSpec:
         return "uint8" if self.dtype.startswith("float8") else self.dtype
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return 1 if self.dtype == "int8" else DTYPE_BYTES[self.dtype]
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one slot in one layer."""
-        return math.prod(self.row_shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.row_shape) * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +209,9 @@ class MHAGeometry(Geometry):
 
     ``num_kv_heads`` is the number this pool stores. ``v_head_dim`` and ``v_dtype`` are those of K
     unless given.
+
+    With a ``quantization``, one of ``KV_QUANTIZATIONS``, K and V are each stored in 8 bits beside
+    what each head was divided by; ``dtype``, that of both, is then the model's.
     """
 
     num_kv_heads: int
@@ -203,6 +219,7 @@ class MHAGeometry(Geometry):
     dtype: str
     v_head_dim: int | None = None
     v_dtype: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,14 +231,38 @@ class MHAGeometry(Geometry):
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         v_dtype = self.dtype if self.v_dtype is None else dtype_name(self.v_dtype)
         object.__setattr__(self, "v_dtype", v_dtype)
+        if self.quantization is not None:
+            self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        if self.quantization not in KV_QUANTIZATIONS:
+            raise GeometryError(
+                f"quantization={self.quantization!r} is not for K and V; allowed: "
+                f"{sorted(KV_QUANTIZATIONS)} or None"
+            )
+        if self.v_dtype != self.dtype:
+            raise GeometryError(
+                f"v_dtype={self.v_dtype!r} differs from dtype={self.dtype!r}, which is the "
+                f"model's where a pool is quantised"
+            )
+        if self.dtype.startswith("float8"):
+            raise GeometryError(
+                f"dtype={self.dtype!r} is the model's where a pool is quantised, of 16 bits or more"
+            )
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
         assert self.v_head_dim is not None and self.v_dtype is not None
-        return (
-            PlaneSpec("k", (self.num_kv_heads, self.head_dim), self.dtype),
-            PlaneSpec("v", (self.num_kv_heads, self.v_head_dim), self.v_dtype),
-        )
+        k, v = (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.v_head_dim)
+        if self.quantization is not None:
+            stored, scale = KV_QUANTIZATIONS[self.quantization], (self.num_kv_heads, 1)
+            return (
+                PlaneSpec("k", k, stored),
+                PlaneSpec("k_scale", scale, "float32"),
+                PlaneSpec("v", v, stored),
+                PlaneSpec("v_scale", scale, "float32"),
+            )
+        return PlaneSpec("k", k, self.dtype), PlaneSpec("v", v, self.v_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,9 +290,10 @@ class MLAGeometry(Geometry):
             _require_positive(rope_dim=self.rope_dim)
 
     def _check_quantization(self) -> None:
-        if self.quantization not in QUANTIZATIONS:
+        if self.quantization != LATENT_QUANTIZATION:
             raise GeometryError(
-                f"quantization={self.quantization!r} is unknown; allowed: {QUANTIZATIONS} or None"
+                f"quantization={self.quantization!r} is not for latent rows; allowed: "
+                f"{LATENT_QUANTIZATION!r} or None"
             )
         if self.dtype not in _QUANTIZED_MODEL_DTYPES:
             raise GeometryError(

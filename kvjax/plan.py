@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax import presets
-from kvjax.errors import GeometryError, UnsupportedError
-from kvjax.geometry import DTYPE_BYTES, QUANTIZATIONS, Geometry, LayerRange, MLAGeometry, fit
+from kvjax.errors import GeometryError
+from kvjax.geometry import DTYPE_BYTES, QUANTIZATIONS, Geometry, LayerRange, fit
 
 _UNIT_BYTES = {"B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -94,32 +94,19 @@ def make_plan(
 
     Raises:
       GeometryError: heads or layers cannot be split so, not even one page fits, or a pool of that
-        dtype cannot be quantised.
-      UnsupportedError: the model's rows are not latent, so none can be quantised.
+        kind and dtype cannot be quantised so.
     """
     local = model.on_rank(tp_size)
     one_page = [
-        quantized(local.geometry(page_size, page_size, dtype, layers), quantization)
+        dataclasses.replace(
+            local.geometry(page_size, page_size, dtype, layers), quantization=quantization
+        )
         for layers in stage_layers(model.layers, pp_size)
     ]
     # A token needs its slot on every stage, so the stage with the fewest decides for all.
     num_slots = min(fit(geometry, memory_bytes).num_slots for geometry in one_page)
     stages = tuple(dataclasses.replace(geometry, num_slots=num_slots) for geometry in one_page)
     return Plan(model, dtype, quantization, tp_size, memory_bytes, stages)
-
-
-def quantized(geometry: Geometry, quantization: str | None) -> Geometry:
-    """``geometry`` with that quantization, or as it is if ``None``.
-
-    Raises:
-      GeometryError: a pool of its dtype cannot be quantised.
-      UnsupportedError: its rows are not latent.
-    """
-    if quantization is None:
-        return geometry
-    if not isinstance(geometry, MLAGeometry):
-        raise UnsupportedError(f"{quantization=} is for latent rows, not for those of K and V")
-    return dataclasses.replace(geometry, quantization=quantization)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -190,7 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="store latent rows in fp8 with a scale each; --dtype is then the model's",
+        help="store rows in 8 bits, with a scale a token (latent) or a token and head (K and V); "
+        "--dtype is then the model's",
     )
     parser.add_argument("--page-size", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--tp", type=int, default=1, metavar="RANKS", help="tensor-parallel ranks")
@@ -206,8 +194,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
 
     Raises:
       ValueError: a model, size or amount that makes no sense.
-      UnsupportedError: a model whose layers do not all keep KV rows of one shape, or no latent
-        rows to quantise.
+      GeometryError: a pool of that kind and dtype that cannot be quantised so.
+      UnsupportedError: a model whose layers do not all keep KV rows of one shape.
     """
     for option, value in (("--tp", args.tp), ("--pp", args.pp), ("--page-size", args.page_size)):
         if value < 1:

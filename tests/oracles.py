@@ -107,6 +107,26 @@ def dequantize(latent, scale, rope, dtype):
     return tuple(narrow(part, dtype) for part in parts)
 
 
+def quantize_kv(values, dtype):
+    """The bits of K or V, ``[n, heads, dim]``, in int8 or e4m3fn, and a scale for each head."""
+    values = values.astype(np.float32)
+    amax = np.abs(values).max(axis=-1, keepdims=True)  # NaN where there is one
+    amax = np.clip(amax, SMALLEST_AMAX, np.finfo(np.float32).max)
+    largest = np.float32(127 if dtype == "int8" else ml_dtypes.finfo(dtype).max)
+    scale = amax / largest
+    if dtype != "int8":
+        return narrow(values, dtype, scale).view(np.uint8), scale
+    with np.errstate(all="ignore"):
+        quotients = np.clip(np.rint(values / scale), -largest, largest)  # ties to even
+    return np.where(np.isnan(quotients), 0, quotients).astype(np.int8).view(np.uint8), scale
+
+
+def dequantize_kv(stored, scale, stored_dtype, dtype):
+    """K or V in ``dtype``, of what ``quantize_kv`` returns."""
+    with np.errstate(all="ignore"):
+        return narrow(stored.view(stored_dtype).astype(np.float32) * scale, dtype)
+
+
 def meets_subnormals(values, scale):
     """Where a division has to do with float32's subnormals, which XLA on CPU takes for zeros."""
     smallest = np.finfo(np.float32).smallest_normal

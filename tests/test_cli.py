@@ -48,7 +48,7 @@ def run(*arguments):
         (["--layers", "9" * 400], "must be at least 1, and less than 2**63"),
         (["no-such-trace.jsonl"], "No such file or directory: 'no-such-trace.jsonl'"),
         ([Path(__file__).parent], f"Is a directory: '{Path(__file__).parent}'"),
-        (["--quantization", "per_token_head"], "is for latent rows, not for those of K and V"),
+        (["--quantization", "per_token_head"], "quantization='per_token_head' is not for K and V"),
         (["--share"], "--share needs --backend both, not jax"),
         (["--share", "0", "--backend", "both"], "--share 0 must be at least 1"),
         (["--sweep", "--backend", "torch"], "--sweep moves no rows; leave out --backend torch"),

@@ -86,6 +86,28 @@ def test_a_quantized_row_is_three():
     assert QUANTIZED == MLAGeometry(48, 1, 3, 512, 64, "bfloat16", "per_token_head") != MLA
 
 
+QUANTIZED_KV = dataclasses.replace(MHA, v_head_dim=32, quantization="int8_per_token_head")
+
+
+@pytest.mark.parametrize(
+    "quantization, stored",
+    [("int8_per_token_head", "int8"), ("fp8_per_token_head", "float8_e4m3fn")],
+)
+def test_quantized_k_and_v_are_two_each(quantization, stored):
+    geometry = dataclasses.replace(QUANTIZED_KV, quantization=quantization)
+    assert geometry.planes == (
+        PlaneSpec("k", (2, 64), stored),
+        PlaneSpec("k_scale", (2, 1), "float32"),
+        PlaneSpec("v", (2, 32), stored),
+        PlaneSpec("v_scale", (2, 1), "float32"),
+    )
+    assert geometry.bytes_per_token_per_layer == 2 * (64 + 4 + 32 + 4)
+    assert {plane.storage_dtype for plane in geometry.planes} == {
+        "float32",
+        "int8" if stored == "int8" else "uint8",
+    }
+
+
 def test_equal_geometries_hash_alike():
     """They are static fields of pytrees, so jit compares them."""
     same = dataclasses.replace(MLA, layers=LayerRange(0, 3), dtype=jnp.bfloat16)
@@ -133,8 +155,13 @@ def test_a_dtype_that_no_pool_stores_is_refused(dtype):
         (MLA, {"latent_dim": 0}, "latent_dim=0"),
         (MLA, {"rope_dim": -1}, "rope_dim=-1"),
         (MLA, {"rope_dim": None}, "rope_dim=None"),
-        (MLA, {"quantization": "int4"}, r"quantization='int4' .* allowed: \('per_token_head',\)"),
+        (MLA, {"quantization": "int4"}, "quantization='int4' .* allowed: 'per_token_head'"),
         (MLA, {"quantization": ""}, "quantization=''"),
+        (MLA, {"quantization": "int8_per_token_head"}, "is not for latent rows"),
+        (MHA, {"quantization": "per_token_head"}, r"not for K and V; allowed: \['fp8_per.*'int8_"),
+        (MHA, {"quantization": ""}, "quantization=''"),
+        (QUANTIZED_KV, {"dtype": "float8_e5m2", "v_dtype": None}, "dtype='float8_e5m2' is the mod"),
+        (QUANTIZED_KV, {"v_dtype": "bfloat16"}, "v_dtype='bfloat16' differs from dtype='float16'"),
         (QUANTIZED, {"dtype": "float16"}, "dtype='float16' .* range of float16"),
         (QUANTIZED, {"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' .* the model's"),
         (QUANTIZED, {"dtype": "float8_e5m2"}, "dtype='float8_e5m2'"),
@@ -182,7 +209,9 @@ def test_fp8_is_stored_as_its_bits(name):
 
 
 @pytest.mark.parametrize("padding_page", [True, False], ids=["device", "host"])
-@pytest.mark.parametrize("geometry", [MHA, MLA, QUANTIZED], ids=["mha", "mla", "quantized"])
+@pytest.mark.parametrize(
+    "geometry", [MHA, MLA, QUANTIZED, QUANTIZED_KV], ids=["mha", "mla", "quantized", "quantized-kv"]
+)
 @given(budget_bytes=st.integers(0, GIB // 8))
 def test_fit_is_the_largest_that_fits(geometry, padding_page, budget_bytes):
     geometry = dataclasses.replace(geometry, padding_page=padding_page)

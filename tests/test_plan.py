@@ -289,13 +289,19 @@ def test_a_quantized_plan_says_so(capsys):
     assert shapes == {"latent": [1, 512], "scale": [1, 1], "rope": [1, 64]}
 
 
+def test_a_quantized_plan_of_k_and_v(capsys):
+    assert main(["plan", "llama-3.1-8b", "--quantization", "int8_per_token_head", "--json"]) == 0
+    shapes = json.loads(capsys.readouterr().out)["stages"][0]["row_shapes"]
+    assert shapes == {"k": [8, 128], "k_scale": [8, 1], "v": [8, 128], "v_scale": [8, 1]}
+
+
 QUANTIZED = ["--quantization", "per_token_head"]
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["llama-3.1-8b", *QUANTIZED], "is for latent rows, not for those of K and V"),
+        (["llama-3.1-8b", *QUANTIZED], "quantization='per_token_head' is not for K and V"),
         (["deepseek-v3", *QUANTIZED, "--dtype", "float16"], "dtype='float16' is the model's"),
         (["gpt-5"], "neither a file nor a preset; presets: llama-2-7b"),
         (["llama-3.1-8b", "--tp", "3"], "cannot be split over tp_size=3"),

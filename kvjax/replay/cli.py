@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kvjax import presets
 from kvjax.errors import UnsupportedError
 from kvjax.geometry import DTYPE_BYTES, QUANTIZATIONS, Geometry, fit
-from kvjax.plan import parse_bytes, quantized
+from kvjax.plan import parse_bytes
 from kvjax.replay import backends, jobs, run, trace, workload
 from kvjax.replay.report import Subject
 from kvjax.replay.scheduler import Settings
@@ -106,8 +106,9 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     Raises:
       OSError: a file cannot be read.
       ValueError: an argument or a line of the trace makes no sense.
-      UnsupportedError: the model's layers do not all keep KV rows of one shape, or its rows cannot
-        be quantised, or matplotlib is missing, or what the backend needs.
+      GeometryError: the model's rows cannot be quantised so.
+      UnsupportedError: the model's layers do not all keep KV rows of one shape, or matplotlib is
+        missing, or what the backend needs.
     """
     _check_numbers(args)
     backend = _backend(args)
@@ -115,8 +116,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         _check_plot(args.plot)
     unit_len = jobs.unit_len(args.scale, args.page_size)
     model = _model(args)
-    one_page = quantized(
-        model.geometry(args.page_size, args.page_size, args.dtype), args.quantization
+    one_page = dataclasses.replace(
+        model.geometry(args.page_size, args.page_size, args.dtype), quantization=args.quantization
     )
     geometry = _sized("--pool", args.pool, one_page)
     host_units = _host_tokens(args.host_pool, geometry) // unit_len
