@@ -1,6 +1,7 @@
 """Measures each operation of kvtorch on a GPU, beside torch's own indexing and other projects'."""
 
 import argparse
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ from benchmarks.command import options, parse, print_conditions, print_row
 from benchmarks.report import HEADER, Figure, conditions, row, save
 from benchmarks.torch_allocations import NAMES, allocations
 from benchmarks.torch_cases import CASES, KINDS, Case, Contender, Sizes, contenders
-from benchmarks.torch_time import Clock
+from benchmarks.torch_time import Clock, Eager
 
 REPETITIONS = 10
 EPILOG = """
 Device time is that of CUDA graphs of ten calls, each with its own slots and values; eager time is
-the host's for one call, waiting for the device only where the call itself does. Nothing of other
+the host's for one call, waiting for the device only where the call itself does: the mean of the
+fastest of twenty batches, which contenders take in turns. Nothing of other
 projects is installed or copied; their modules are imported from the folders given.
 """
 
@@ -58,21 +60,24 @@ class Bench:
             case.inputs(self.sizes, rng, num_tokens, repetition, self.device)
             for repetition in range(REPETITIONS)
         ]
+        measured: dict[str, Eager] = {}
         for contender in pools:
             if contender.name not in case.contenders or not self._can(case, contender, num_tokens):
                 continue
             call = case.call_of(contender)
             try:
                 device_seconds = self.clock.on_device(call, inputs, contender.prepare)
-                eager_seconds = self.clock.on_host(call, inputs, device_seconds)
             except Exception as error:  # whatever a peer's kernel or its compilation raises
                 self._fail(case.name, contender.name, num_tokens, error)
                 continue
+            before = functools.partial(contender.prepare, False)
+            measured[contender.name] = Eager(call, inputs, device_seconds, before)
+        for name, eager_seconds in self.clock.on_host(measured).items():
             self._found(
                 case=case.name,
                 num_tokens=num_tokens,
-                implementation=contender.name,
-                device_seconds=device_seconds,
+                implementation=name,
+                device_seconds=measured[name].device_seconds,
                 eager_seconds=eager_seconds,
                 bytes_moved=case.bytes_moved(self.sizes, num_tokens),
             )
@@ -88,22 +93,29 @@ class Bench:
     def _run_allocations(self, names: Sequence[str]) -> None:
         if not names:
             return
-        for each in allocations(self.device, self.peers):
-            if each.case not in names:
-                continue
-            try:
-                seconds = self.clock.on_host(each.call, [()], before=each.reset)
-            except Exception as error:
-                self._fail(each.case, each.name, each.num_tokens, error)
-                continue
-            self._found(
-                case=each.case,
-                num_tokens=each.num_tokens,
-                implementation=each.name,
-                device_seconds=None,
-                eager_seconds=seconds,
-                bytes_moved=0,
-            )
+        found = allocations(self.device, self.peers)
+        for case in names:
+            measured: dict[str, Eager] = {}
+            for each in found:
+                if each.case != case:
+                    continue
+                try:
+                    each.reset()
+                    each.call()
+                except Exception as error:
+                    self._fail(case, each.name, each.num_tokens, error)
+                    continue
+                measured[each.name] = Eager(each.call, [()], before=each.reset)
+            (num_tokens,) = {each.num_tokens for each in found if each.case == case}
+            for name, eager_seconds in self.clock.on_host(measured).items():
+                self._found(
+                    case=case,
+                    num_tokens=num_tokens,
+                    implementation=name,
+                    device_seconds=None,
+                    eager_seconds=eager_seconds,
+                    bytes_moved=0,
+                )
 
     def _found(self, **what: Any) -> None:
         figure = Figure(**what, copy_bandwidth=self.bandwidth)

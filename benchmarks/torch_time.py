@@ -1,10 +1,11 @@
 """How long calls take the GPU, and how long they take the host."""
 
+import dataclasses
+import gc
 import itertools
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,31 @@ MOST_REPLAYS = 50
 # fills, which would make the host wait for the device.
 BATCH_CALLS = 50
 BATCH_DEVICE_SECONDS = 2e-3
-EAGER_CALLS = 250
-EAGER_DEVICE_SECONDS = 1.0
+ROUNDS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Eager:
+    """What is called eagerly to see how long the host takes.
+
+    Attributes:
+      call: called before already, so that it is compiled.
+      inputs: for a call each, round and round.
+      device_seconds: of one call, so that long ones are called less often at once.
+      before: called before each batch, not timed.
+    """
+
+    call: Callable[..., Any]
+    inputs: Sequence[tuple[Any, ...]]
+    device_seconds: float = 0.0
+    before: Callable[[], None] = lambda: None
+
+    @property
+    def calls_at_once(self) -> int:
+        """Calls of a batch."""
+        if not self.device_seconds:
+            return BATCH_CALLS
+        return max(5, min(BATCH_CALLS, int(BATCH_DEVICE_SECONDS / self.device_seconds)))
 
 
 class Clock:
@@ -84,45 +108,36 @@ class Clock:
         del results
         return best / (replays * len(inputs))
 
-    def on_host(
-        self,
-        call: Callable[..., Any],
-        inputs: Sequence[tuple[Any, ...]],
-        device_seconds: float = 0.0,
-        before: Callable[[], None] = lambda: None,
-    ) -> float:
-        """Host seconds of one call that does not wait for the device: the median of batches.
+    def on_host(self, contenders: Mapping[str, Eager]) -> dict[str, float]:
+        """Host seconds of one call that does not wait for the device, of each contender.
 
-        Args:
-          call: what is timed; called before already, so that it is compiled.
-          inputs: for a call each, round and round.
-          device_seconds: of one call, so that long ones are called less often.
-          before: called before each batch, not timed.
+        They take turns, a batch of calls each, so that whatever slows the host down for a while
+        slows all of them; the fastest batch counts, as ``timeit`` says why.
         """
-        calls, batches = batch_sizes(device_seconds)
-        seconds = []
-        turns = itertools.cycle(inputs)
-        for _ in range(batches + 1):  # the first warms up
-            before()
-            arguments = list(itertools.islice(turns, calls))
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for each in arguments:
-                call(*each)
-            seconds.append((time.perf_counter() - start) / calls)
-            torch.cuda.synchronize()
-        return statistics.median(seconds[1:])
+        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        turns = {name: itertools.cycle(eager.inputs) for name, eager in contenders.items()}
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            for _ in range(ROUNDS + 1):  # the first warms up
+                for name, eager in contenders.items():
+                    arguments = list(itertools.islice(turns[name], eager.calls_at_once))
+                    seconds[name].append(_batch_seconds(eager, arguments))
+        finally:
+            if collects:
+                gc.enable()
+        return {name: min(found[1:]) for name, found in seconds.items()}
 
 
-def batch_sizes(device_seconds: float) -> tuple[int, int]:
-    """How many calls a batch, and how many batches, for calls that take the device so long."""
-    calls = BATCH_CALLS
-    if device_seconds > 0:
-        calls = max(5, min(BATCH_CALLS, int(BATCH_DEVICE_SECONDS / device_seconds)))
-    batches = EAGER_CALLS // calls
-    if device_seconds > 0:
-        batches = min(batches, int(EAGER_DEVICE_SECONDS / (calls * device_seconds)))
-    return calls, max(5, batches)
+def _batch_seconds(eager: Eager, arguments: list[tuple[Any, ...]]) -> float:
+    eager.before()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for each in arguments:
+        eager.call(*each)
+    seconds = (time.perf_counter() - start) / len(arguments)
+    torch.cuda.synchronize()
+    return seconds
 
 
 def _elapsed(run: Callable[[], None]) -> float:

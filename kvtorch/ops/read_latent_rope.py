@@ -136,12 +136,11 @@ def _triton(
     if not num_tokens:
         return latent, rope
     rope_dim = plane.shape[-1] - latent_dim
-    latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)
-    tokens = launch.tokens_per_program(num_tokens, TILE // max(latent_block, rope_block))
-    constants = (latent_dim, rope_dim, latent_block, rope_block, tokens)
+    few = num_tokens <= launch.FEW_TOKENS
+    constants = launch.of_parts(latent_dim, rope_dim, TILE, few)
     launch.launch(
         _kernel,
-        (-(-num_tokens // tokens), 1, 1),
+        (-(-num_tokens // constants[-1]), 1, 1),
         (slots.dtype, plane.dtype, dtype, constants),
         (slots.contiguous(), plane, latent, rope),
         (layer, num_tokens, plane.shape[1], first_slot, *constants),

@@ -133,13 +133,11 @@ def _triton(
     if not num_tokens:
         return latent, rope
     latents, scales, ropes = planes
-    latent_dim, rope_dim = latents.shape[-1], ropes.shape[-1]
-    latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)
-    tokens = launch.tokens_per_program(num_tokens, TILE // max(latent_block, rope_block))
-    constants = (latent_dim, rope_dim, latent_block, rope_block, tokens)
+    few = num_tokens <= launch.FEW_TOKENS
+    constants = launch.of_parts(latents.shape[-1], ropes.shape[-1], TILE, few)
     launch.launch(
         _kernel,
-        (-(-num_tokens // tokens), 1, 1),
+        (-(-num_tokens // constants[-1]), 1, 1),
         (slots.dtype, ropes.dtype, dtype, constants),
         (slots.contiguous(), latents, scales, ropes, latent, rope),
         (layer, num_tokens, latents.shape[1], first_slot, *constants),

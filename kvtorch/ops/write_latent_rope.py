@@ -128,20 +128,14 @@ def _triton(
     num_tokens = slots.shape[0]
     if not num_tokens:
         return
-    if not latent.is_contiguous():
-        latent = launch.in_rows(latent, latent.dim() - 1)
-    if not rope.is_contiguous():
-        rope = launch.in_rows(rope, rope.dim() - 1)
-    latent_stride, rope_stride = latent.stride(0), rope.stride(0)
-    latent_dim, rope_dim = latent.shape[-1], rope.shape[-1]
-    latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)
-    tokens = launch.tokens_per_program(num_tokens, TILE // max(latent_block, rope_block))
-    alike = (latent_stride % 16, rope_stride % 16, latent_stride == 1, rope_stride == 1)
-    constants = (latent_dim, rope_dim, latent_block, rope_block, tokens)
+    latent, latent_stride, latent_key = launch.as_part(latent)
+    rope, rope_stride, rope_key = launch.as_part(rope)
+    few = num_tokens <= launch.FEW_TOKENS
+    constants = launch.of_parts(latent.shape[-1], rope.shape[-1], TILE, few)
     launch.launch(
         _kernel,
-        (-(-num_tokens // tokens), 1, 1),
-        (slots.dtype, plane.dtype, latent.dtype, rope.dtype, alike, constants),
+        (-(-num_tokens // constants[-1]), 1, 1),
+        (slots.dtype, plane.dtype, latent.dtype, latent_key, rope.dtype, rope_key, constants),
         (slots.contiguous(), plane, latent, rope),
         (layer, num_tokens, plane.shape[1], first_slot, latent_stride, rope_stride, *constants),
     )

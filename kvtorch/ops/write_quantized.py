@@ -18,8 +18,11 @@ LARGEST = torch.finfo(STORED).max
 SMALLEST_AMAX = 1e-26
 """What a smaller amax counts as, so that rows of zeros have a scale. Source: TokenSpeed (B-Q)."""
 
-_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-_LARGEST_ROPE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16)}
+# What the kernel is told of numbers, by the dtype of ropes.
+_LIMITS = {
+    dtype: (SMALLEST_AMAX, torch.finfo(torch.float32).max, LARGEST, torch.finfo(dtype).max)
+    for dtype in (torch.float32, torch.bfloat16)
+}
 
 # Latents a program writes: as in write_latent_rope, whose measurements these are.
 TILE = 2048
@@ -175,30 +178,24 @@ def _triton(
     if not num_tokens:
         return
     latents, scales, ropes = planes
-    if not latent.is_contiguous():
-        latent = launch.in_rows(latent, latent.dim() - 1)
-    if not rope.is_contiguous():
-        rope = launch.in_rows(rope, rope.dim() - 1)
-    latent_stride, rope_stride = latent.stride(0), rope.stride(0)
-    latent_dim, rope_dim = latent.shape[-1], rope.shape[-1]
-    latent_block, rope_block = launch.power_of_two(latent_dim), launch.power_of_two(rope_dim)
-    tokens = launch.tokens_per_program(num_tokens, TILE // max(latent_block, rope_block))
-    alike = (latent_stride % 16, rope_stride % 16, latent_stride == 1, rope_stride == 1)
-    largest = (_LARGEST_FLOAT32, LARGEST, _LARGEST_ROPE[ropes.dtype])
-    constants = (latent_dim, rope_dim, latent_block, rope_block, tokens, SMALLEST_AMAX, *largest)
+    latent, latent_stride, latent_key = launch.as_part(latent)
+    rope, rope_stride, rope_key = launch.as_part(rope)
+    few = num_tokens <= launch.FEW_TOKENS
+    constants = launch.of_parts(latent.shape[-1], rope.shape[-1], TILE, few)
+    strides, limits = (latent_stride, rope_stride), _LIMITS[ropes.dtype]
     launch.launch(
         _kernel,
-        (-(-num_tokens // tokens), 1, 1),
-        (slots.dtype, ropes.dtype, latent.dtype, rope.dtype, alike, constants),
+        (-(-num_tokens // constants[-1]), 1, 1),
+        (slots.dtype, ropes.dtype, latent.dtype, latent_key, rope.dtype, rope_key, constants),
         (slots.contiguous(), latents, scales, ropes, latent, rope),
-        (layer, num_tokens, latents.shape[1], first_slot, latent_stride, rope_stride, *constants),
+        (layer, num_tokens, latents.shape[1], first_slot, *strides, *constants, *limits),
     )
 
 
 def triton_why_not(planes: Sequence[torch.Tensor]) -> str | None:
     """Why no kernel can run on these planes, or ``None``."""
     ropes = planes[2].dtype
-    if ropes not in _LARGEST_ROPE:
+    if ropes not in _LIMITS:
         return f"takes ropes of float32 or bfloat16, not {ropes}"
     return launch.why_not_rows(planes)
 

@@ -3,6 +3,7 @@
 # Triton's types as annotations of a kernel's numbers.
 # pyright: reportInvalidTypeForm=false
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,8 @@ def _run(planes, layer, slots, rows, first_slot, scales, dtypes, implementation)
     if dtypes is not None:
         planes = [plane.view(dtype) for plane, dtype in zip(planes, dtypes, strict=True)]
     run = select("write_rows", IMPLEMENTATIONS, implementation, planes)
-    run(planes, layer, slots, rows, first_slot, (None,) * len(planes) if scales is None else scales)
+    scales = (None,) * len(planes) if scales is None else scales
+    run(planes, layer, slots, rows, first_slot, scales)
 
 
 def _packed(planes, layer, slots, rows, first_slot, scales, dtypes, implementation):
@@ -145,10 +147,10 @@ def _kernel(
     v_layer_stride: tl.int64,
     v_stride: tl.int64,
     v_scale,
-    K_WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -180,39 +182,47 @@ def _triton(
     first_slot: int,
     scales: Sequence[Scale],
 ) -> None:
-    if not slots.shape[0]:
+    num_tokens = slots.shape[0]
+    if not num_tokens:
         return
     slots = slots.contiguous()
+    few = num_tokens <= launch.FEW_TOKENS
     for i in range(0, len(planes), 2):
         # One plane stands for both, and has one program in the grid.
         j = min(i + 1, len(planes) - 1)
         k, v = planes[i], planes[j]
-        num_tokens, k_width, v_width = slots.shape[0], k.stride(1), v.stride(1)
-        k_rows, k_numbers, k_key = _source(k, rows[i], scales[i], layer is None)
-        v_rows, v_numbers, v_key = _source(v, rows[j], scales[j], layer is None)
-        block = launch.power_of_two(max(k_width, v_width))
-        tokens = launch.tokens_per_program(num_tokens, TILE // block)
-        constants = (k_width, v_width, k_key[0], v_key[0], block, tokens)
+        k_width, v_width = k.stride()[1], v.stride()[1]
+        k_rows, k_numbers, k_key = _source(k, k_width, rows[i], scales[i], layer is None)
+        v_rows, v_numbers, v_key = _source(v, v_width, rows[j], scales[j], layer is None)
+        sizes = _sizes(k_width, v_width, TILE, few)
+        constants = (*k_numbers, *v_numbers, k_key[0], v_key[0], *sizes)
         launch.launch(
             _kernel,
-            (-(-num_tokens // tokens), j - i + 1, k.shape[0] if layer is None else 1),
-            (slots.dtype, k.dtype, v.dtype, k_key, v_key, constants),
+            (-(-num_tokens // sizes[-1]), j - i + 1, k.shape[0] if layer is None else 1),
+            (slots.dtype, k_key, v_key, sizes),
             (slots, k, k_rows, v, v_rows),
-            (layer or 0, num_tokens, k.shape[1], first_slot, *k_numbers, *v_numbers, *constants),
+            (layer or 0, num_tokens, k.shape[1], first_slot, *constants),
         )
 
 
-def _source(plane, rows, scale, all_layers) -> tuple[Any, ...]:
-    """One plane's rows; their strides and scale; and what of these a kernel is compiled for."""
-    if not rows.is_contiguous():
-        rows = launch.in_rows(rows, plane.dim() - 2)
-    layer_stride, stride = rows.stride()[:2] if all_layers else (0, rows.stride(0))
-    dtype = rows.dtype
-    if scale is None or dtype == plane.dtype:
+@functools.lru_cache(maxsize=1024)
+def _sizes(k_width: int, v_width: int, tile: int, few: bool) -> tuple[int, ...]:
+    block = launch.power_of_two(max(k_width, v_width))
+    return k_width, v_width, block, 1 if few else max(1, tile // block)
+
+
+def _source(plane, width, rows, scale, all_layers) -> tuple[Any, ...]:
+    """A plane's rows; their strides and scale; and what a kernel is compiled for."""
+    dtypes = plane.dtype, rows.dtype
+    if scale is None or dtypes[0] == dtypes[1]:
         kind, scale = _NO_SCALE, 1.0
     else:
         kind = _TENSOR if isinstance(scale, torch.Tensor) else _NUMBER
-    key = (kind, dtype, layer_stride % 16, layer_stride == 1, stride % 16, stride == 1)
+    if rows.is_contiguous() and not all_layers:
+        return rows, (0, width, scale), (kind, dtypes)
+    rows = launch.in_rows(rows, plane.dim() - 2)
+    layer_stride, stride = rows.stride()[:2] if all_layers else (0, rows.stride()[0])
+    key = (kind, dtypes, layer_stride % 16, layer_stride == 1, stride % 16, stride == 1)
     return rows, (layer_stride, stride, scale), key
 
 

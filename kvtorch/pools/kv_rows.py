@@ -52,7 +52,10 @@ class KVRows(PlanePool):
         k_row, v_row = self._row_shapes
         k = as_values("cache_k", cache_k, (num_tokens, *k_row), on)
         v = as_values("cache_v", cache_v, (num_tokens, *v_row), on)
-        scales = (as_scale("k_scale", k_scale, on), as_scale("v_scale", v_scale, on))
+        if k_scale is None and v_scale is None:
+            scales = None
+        else:
+            scales = (as_scale("k_scale", k_scale, on), as_scale("v_scale", v_scale, on))
         write_rows(
             self.planes,
             position,

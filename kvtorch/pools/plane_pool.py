@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvjax import checks_mode
 from kvjax.geometry import Geometry
 from kvtorch.ops.move_rows import move_rows
 from kvtorch.ops.read_rows import read_rows
@@ -264,10 +265,11 @@ class PlanePool:
         return position
 
     def _slots(self, name: str, slots: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
-        if isinstance(slots, torch.Tensor) and slots.device != self._on and slots.is_cpu:
+        if isinstance(slots, torch.Tensor) and slots.is_cpu:
             slots = slots.to(self._on)  # torch's own indexing takes them too
         slots = as_slots(slots, self._on, name=name)
-        check(slots, self.page_size, self.geometry.num_rows, name=name, distinct=distinct)
+        if checks_mode.ever_enabled:
+            check(slots, self.page_size, self.geometry.num_rows, name=name, distinct=distinct)
         return slots
 
     def _ready(self, layer_id: int) -> int:

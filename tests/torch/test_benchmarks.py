@@ -52,11 +52,12 @@ class CallsOnce:
         prepare(False)
         return 2e-6
 
-    def on_host(self, call, inputs, device_seconds=0.0, before=lambda: None):
-        before()
-        call(*inputs[0])
-        self.called += 1
-        return 3e-6
+    def on_host(self, contenders):
+        for eager in contenders.values():
+            eager.before()
+            eager.call(*eager.inputs[0])
+            self.called += 1
+        return dict.fromkeys(contenders, 3e-6)
 
 
 def tables(pool):
@@ -333,19 +334,40 @@ def test_the_clock(monkeypatch):
     assert seen == [(n, False) for n in range(10)] + [(n, True) for n in range(10)]
     assert prepared == [False, True, False]
     assert cuda.replays == 1 + 1 + 3 * 2
-    seen.clear()
-    resets = []
-    assert 0 < clock.on_host(call, inputs, 1e-5, lambda: resets.append(len(seen))) < 1e-3
-    assert resets == [0, 50, 100, 150, 200, 250]
-    assert [number for number, _ in seen] == list(range(10)) * 30
+
+
+def test_contenders_take_turns_on_the_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch_time, "ROUNDS", 2)
+    seen = []
+
+    def eager(name, device_seconds, seconds):
+        def call(number):
+            seen.append((name, number))
+            now[0] += next(durations)
+
+        durations = itertools.chain.from_iterable(itertools.repeat(s, 50) for s in seconds)
+        inputs = [(number,) for number in range(10)]
+        return torch_time.Eager(call, inputs, device_seconds, lambda: seen.append(name))
+
+    now = [0.0]
+    monkeypatch.setattr(torch_time.time, "perf_counter", lambda: now[0])
+    seconds = torch_time.Clock("cpu").on_host(
+        {"fast": eager("fast", 0.0, [1, 3, 2]), "slow": eager("slow", 4e-5, [5, 7, 9])}
+    )
+    assert seconds == {"fast": 2, "slow": 7}  # not the first batch, which warms up
+    turns = [turn for turn in seen if isinstance(turn, str)]
+    assert turns == ["fast", "slow"] * 3
+    assert [turn for turn in seen if turn[0] == "fast"] == [
+        ("fast", number % 10) for number in range(150)
+    ]
 
 
 @pytest.mark.parametrize(
-    "device_seconds, expected",
-    [(0.0, (50, 5)), (2e-6, (50, 5)), (1e-4, (20, 12)), (13e-3, (5, 15)), (1.0, (5, 5))],
+    "device_seconds, expected", [(0.0, 50), (2e-6, 50), (1e-4, 20), (13e-3, 5), (1.0, 5)]
 )
 def test_batches_keep_the_queue_short(device_seconds, expected):
-    assert torch_time.batch_sizes(device_seconds) == expected
+    assert torch_time.Eager(print, [()], device_seconds).calls_at_once == expected
 
 
 def peer_folder(name):

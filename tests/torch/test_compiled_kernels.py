@@ -11,7 +11,7 @@ KERNELS = [
     pytest.param(
         "write_rows",
         "i, b, b, b, b, 3, n, 7 * n, 16, 0, 1024, 1.0, 0, 1024, 1.0, "
-        "1024, 1024, 0, 0, 1024, 2, True",
+        "0, 0, 1024, 1024, 1024, 2, True",
         id="write_rows",
     ),
     pytest.param(
