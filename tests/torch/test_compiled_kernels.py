@@ -42,6 +42,23 @@ KERNELS = [
     ),
     *(
         pytest.param(
+            "write_quantized_kv",
+            f"i, {stored}, f, {stored}, f, b, f, 3, n, 7 * n, 16, 1024, 384, "
+            "8, 128, 48, 128, 16, 1e-26, 3e38, 127.0, True",
+            id=f"write_quantized_kv, {stored}",
+        )
+        for stored in ("torch.int8", "f8")
+    ),
+    *(
+        pytest.param(
+            "read_quantized_kv",
+            f"i, {stored}, f, {stored}, f, b, b, 3, n, 7 * n, 16, 3, 128, 128, 128, 4, True",
+            id=f"read_quantized_kv, {stored}",
+        )
+        for stored in ("torch.int8", "f8")
+    ),
+    *(
+        pytest.param(
             "staged_move",
             f"i, i, torch.bool, b, b, f, f, n, 7 * n, 16, n, n, 1024, 512, 1024, 4, {step}, True",
             id=f"staged_move, step {step}",
