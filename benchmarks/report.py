@@ -17,6 +17,7 @@ LABELS: dict[str, str] = {
     "triton": "kvtorch, Triton",
     "torch": "torch's index operations",
     "sglang": "SGLang",
+    "copy": "copy_ of as many bytes in one piece",
     "tokenspeed": "TokenSpeed",
     "tokenspeed pdl": "TokenSpeed, dependent launch",
 }

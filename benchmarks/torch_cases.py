@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers import Peer
-from benchmarks.plain_torch import FP8, IndexPool, QuantizedIndexPool
+from benchmarks.plain_torch import FP8, ContiguousCopy, IndexPool, QuantizedIndexPool
 from kvtorch import tokenspeed
 from kvtorch.pools.mha import MHATokenToKVPool
 from kvtorch.pools.mla import MLATokenToKVPool
@@ -98,7 +98,10 @@ def contenders(
     found = []
     for name in names:
         project = name.partition(" ")[0]
-        if project in ("triton", "torch"):
+        if project == "copy":
+            copied = ContiguousCopy(sizes.num_slots, sizes.moved_bytes[kind] // 2, device)
+            found.append(Contender(name, copied))
+        elif project in ("triton", "torch"):
             found.append(Contender(name, makers[project](sizes, device)))
         elif project in peers:
             found.append(_of_peer(name, peers[project], makers[project], sizes, device))
@@ -270,6 +273,7 @@ def _move_disjoint(pool, dst, src):
 
 
 OURS = ("triton", "torch")
+OF_ONE_LAYER = (*OURS, "copy")
 TOKENSPEED = ("tokenspeed", "tokenspeed pdl")
 
 # Their moves hold all tokens in a program, which compiles the longer the more there are: 256 take 8
@@ -277,7 +281,7 @@ TOKENSPEED = ("tokenspeed", "tokenspeed pdl")
 MOST_MOVED_BY_PEERS = {"sglang": 256, "tokenspeed": 256}
 
 CASES = [
-    Case("write K+V", "MHA", False, _keys_and_values, _write, (*OURS, "sglang")),
+    Case("write K+V", "MHA", False, _keys_and_values, _write, (*OF_ONE_LAYER, "sglang")),
     Case(
         "move, disjoint",
         "MHA",
@@ -296,9 +300,16 @@ CASES = [
         False,
         _latent_and_rope,
         _write_latent,
-        (*OURS, "sglang", *TOKENSPEED),
+        (*OF_ONE_LAYER, "sglang", *TOKENSPEED),
     ),
-    Case("read latent+rope", "MLA", False, _layer_and_slots, _read_latent, (*OURS, *TOKENSPEED)),
+    Case(
+        "read latent+rope",
+        "MLA",
+        False,
+        _layer_and_slots,
+        _read_latent,
+        (*OF_ONE_LAYER, *TOKENSPEED),
+    ),
     # Theirs is of torch's operations, so that there is nothing to launch dependently.
     Case(
         "write quantised latent+rope",
@@ -306,7 +317,7 @@ CASES = [
         False,
         _latent_and_rope,
         _write_latent,
-        (*OURS, "tokenspeed"),
+        (*OF_ONE_LAYER, "tokenspeed"),
     ),
     Case(
         "read quantised latent+rope",
@@ -314,6 +325,6 @@ CASES = [
         False,
         _layer_and_slots,
         _read_quantized,
-        (*OURS, "tokenspeed"),
+        (*OF_ONE_LAYER, "tokenspeed"),
     ),
 ]
