@@ -11,6 +11,10 @@ MIXED = (((1, 8), "float16"), ((3, 4), "float32"), ((1, 16), "uint8"))
 BYTES = (((2, 24), "uint8"), ((1, 16), "uint8"))
 WIDE = (((8, 128), "bfloat16"), ((8, 128), "bfloat16"))  # 4096 bytes a token
 LONG = (((1, 260), "float32"),)  # longer than the zeros that a block keeps, and no multiple of them
+SCALED = (((1, 16), "uint8"), ((1, 1), "float32"), ((1, 8), "bfloat16"))
+SCALED_LATENT = (((1, 512), "uint8"), ((1, 1), "float32"), ((1, 64), "bfloat16"))
+SCALED_HEADS = (((8, 128), "int8"), ((8, 1), "float32"), ((3, 64), "int8"), ((3, 1), "float32"))
+SEVEN_HEADS = (((7, 16), "uint8"), ((7, 1), "float32")) * 2  # 14 elements a token
 ODD = [  # rows of which no bulk copy can be made
     (((1, 5), "float32"), ((1, 8), "float32")),
     (((3, 3), "bfloat16"),),
@@ -70,6 +74,8 @@ FEW = [
     *(Case(KV, 3, layer) for layer in (None, 1, -1)),
     Case(MIXED, 3),
     Case(KV, 9, None, FEW_BLOCKS),
+    Case(SCALED, 9, None, FEW_BLOCKS),
+    Case(ODD[1], 3),
 ]
 FEWEST = [  # for operations that leave more of the work to the kernel they share
     Case(KV, 0),
@@ -77,6 +83,8 @@ FEWEST = [  # for operations that leave more of the work to the kernel they shar
     Case(MIXED, 3, -1),
     Case(LONG, 3, None),
     Case(BYTES, 9, None, FEW_BLOCKS),
+    Case(SCALED, 9, None, FEW_BLOCKS),
+    Case(ODD[0], 3),
 ]
 FOR_GPU = [  # few, because each takes most of a second to compile there
     *(Case(KV, num_tokens) for num_tokens in (0, 1, 64)),
@@ -84,8 +92,19 @@ FOR_GPU = [  # few, because each takes most of a second to compile there
     Case(MIXED, 300),
     Case(BYTES, 1290, None),
     Case(LONG, 33, None),
+    *(Case(SCALED_LATENT, num_tokens, None) for num_tokens in (1, 2053)),
+    Case(SCALED_HEADS, 300),
+    *(Case(rows, 33, None) for rows in (SCALED_HEADS, SEVEN_HEADS, *ODD)),
 ]
-FEWEST_FOR_GPU = [Case(KV, 64), Case(BYTES, 1290, None), Case(LONG, 33, None)]
+FEWEST_FOR_GPU = [
+    Case(KV, 64),
+    Case(BYTES, 1290, None),
+    Case(LONG, 33, None),
+    Case(SCALED_LATENT, 2053, None),
+    Case(SCALED_HEADS, 64),
+    Case(SEVEN_HEADS, 33, None),
+    Case(ODD[1], 33, None),
+]
 
 
 def latent(latent_dim, rope_dim, dtype, *args):

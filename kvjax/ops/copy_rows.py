@@ -93,6 +93,6 @@ def _mosaic_gpu(
 
 
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not),
+    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not_rows),
     "reference": Implementation(reference, lambda *_: None),
 }

@@ -125,6 +125,6 @@ def _is_overwritten(dst: Slots, src: Slots, first_slot: int, num_rows: int) -> j
 
 
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not),
+    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not_rows),
     "reference": Implementation(reference, lambda *_: None),
 }

@@ -74,6 +74,6 @@ def _mosaic_gpu(planes: Planes, layer: Layer, slots: Slots, *, first_slot: int) 
 
 
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not),
+    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not_rows),
     "reference": Implementation(reference, lambda *_: None),
 }

@@ -1,8 +1,9 @@
-"""The one Mosaic GPU kernel: rows of planes from one place to another, by bulk copies."""
+"""The one Mosaic GPU kernel: rows of planes from one place to another, by bulk copies.
 
-import dataclasses
+Parts of a row that bulk copies cannot take, such as a scale, go with it element by element.
+"""
+
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +13,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.ops.sides import COPY_BYTES, End, Operands, Side, elements_of, is_bulk
 from kvjax.ops.types import Planes
-from kvjax.slots import are_there
-
-COPY_BYTES = 16
-"""Sizes and addresses of bulk copies are multiples of it (PTX ISA, ``cp.async.bulk``)."""
 
 MAX_SHARED_BYTES = 224 * 1024
 """What a block stages at most, of the 227 KiB that it may have from compute capability 9.0 on."""
+
+MAX_ELEMENTS = 64
+"""How many elements that bulk copies cannot take a warp holds at most, in a register each.
+
+Chosen, not measured: 64 tokens of 4 elements fit one block, far below the 255 registers there are.
+"""
 
 # Measured on one H200 with `python -m benchmarks` (2 x 2 KB rows): moving 256 rows in 32 layers
 # takes 19.4 us with blocks of 8 KiB, 19.6 with 4 and 16, 21 with 64; 1 024 rows and more do not
@@ -35,38 +39,6 @@ _CAPABILITIES = {"9", "10"}
 
 _WARPS = 4  # of a warpgroup
 _ZERO_BYTES = 1024  # what a warpgroup sets at once: 128 threads, 8 bytes each
-
-Part = tuple[Any, int, int]
-"""A part of a row: an array or ref ``[layers, rows, width]``, its first column, how many."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """One end of a copy: the parts that make up a row, and which rows.
-
-    Attributes:
-      parts: of the same number, widths and dtypes at both ends.
-      slots: the row of each token, or ``None`` where token t is row t.
-      first_slot: the first slot that is there.
-      layer: the first layer, or ``None`` for 0.
-    """
-
-    parts: tuple[Part, ...]
-    slots: jax.Array | None = None
-    first_slot: int = 0
-    layer: jax.Array | int | None = None
-
-    @classmethod
-    def of(cls, arrays: Sequence[Any], **where: Any) -> "Side":
-        """A side whose parts are the whole rows of ``arrays``."""
-        return cls(tuple((array, 0, array.shape[-1]) for array in arrays), **where)
-
-    @classmethod
-    def cut(cls, array: Any, *widths: int, **where: Any) -> "Side":
-        """A side whose parts are columns of ``array``, of these widths; empty ones left out."""
-        starts = itertools.accumulate(widths, initial=0)
-        parts = zip(itertools.repeat(array), starts, widths, strict=False)
-        return cls(tuple(part for part in parts if part[-1]), **where)
 
 
 def flat(plane: jax.Array) -> jax.Array:
@@ -97,25 +69,49 @@ def token_bytes(planes: Planes) -> int:
 
 
 def why_not(planes: Planes, *widths: int) -> str | None:
-    """Why the kernel cannot copy rows of these planes, or ``None``.
+    """Why there can be no bulk copies of rows of these planes, or ``None``.
 
     ``widths`` are those of the parts where rows are not copied whole.
     """
+    return _cannot_run() or cannot_copy(planes, *widths)
+
+
+def why_not_rows(planes: Planes) -> str | None:
+    """Why the kernel cannot copy whole rows of these planes, or ``None``."""
+    return _cannot_run() or cannot_copy_rows(planes)
+
+
+def _cannot_run() -> str | None:
     backend = jax.default_backend()
     if backend != "gpu":
         return f"needs a GPU, the default backend is {backend!r}"
     capability = str(getattr(jax.devices()[0], "compute_capability", None))
     if capability.partition(".")[0] not in _CAPABILITIES:
         return f"needs an NVIDIA GPU of compute capability 9 or 10, this one has {capability}"
-    return cannot_copy(planes, *widths)
+    return None
 
 
 def cannot_copy(planes: Planes, *widths: int) -> str | None:
     """The part of ``why_not`` that depends on the rows and not on the machine."""
     for plane in planes:
         for width in filter(None, widths or (math.prod(plane.shape[2:]),)):
-            if (num_bytes := width * plane.dtype.itemsize) % COPY_BYTES:
+            if not is_bulk(width, plane.dtype):
+                num_bytes = width * plane.dtype.itemsize
                 return f"a row (or part) of {num_bytes} bytes is not a multiple of {COPY_BYTES}"
+    return _cannot_stage(planes)
+
+
+def cannot_copy_rows(planes: Planes) -> str | None:
+    """The part of ``why_not_rows`` that depends on the rows and not on the machine."""
+    if (num_elements := len(elements_of(map(_piece, planes)))) > MAX_ELEMENTS:
+        return (
+            f"{num_elements} elements a token, more than {MAX_ELEMENTS}, are in rows whose bytes "
+            f"are not a multiple of {COPY_BYTES}"
+        )
+    return _cannot_stage(planes)
+
+
+def _cannot_stage(planes: Planes) -> str | None:
     if max_block_tokens(planes) < 1:
         return f"a token's {token_bytes(planes)} bytes are more than a block can stage"
     return None
@@ -123,7 +119,17 @@ def cannot_copy(planes: Planes, *widths: int) -> str | None:
 
 def max_block_tokens(planes: Planes) -> int:
     """How many tokens a block can stage, beside zeros for each plane."""
-    return (MAX_SHARED_BYTES - _ZERO_BYTES * len(planes)) // token_bytes(planes)
+    num_tokens = (MAX_SHARED_BYTES - _ZERO_BYTES * len(planes)) // token_bytes(planes)
+    return _at_most(num_tokens, len(elements_of(map(_piece, planes))))
+
+
+def _piece(plane: jax.Array) -> tuple[int, Any]:
+    return math.prod(plane.shape[2:]), plane.dtype
+
+
+def _at_most(num_tokens: int, num_elements: int) -> int:
+    """``num_tokens`` or, where they are fewer, those of which a block holds the elements."""
+    return min(num_tokens, _WARPS * (MAX_ELEMENTS // num_elements)) if num_elements else num_tokens
 
 
 def fits_one_block(planes: Planes, num_tokens: int) -> bool:
@@ -145,16 +151,18 @@ def copy_rows(
     """
     if num_tokens == 0:
         return
-    operands = _Operands()
-    into = _End(operands, target)
-    out_of = [_End(operands, source) for source in sources]
+    operands = Operands()
+    into = End(operands, target)
+    out_of = [End(operands, source) for source in sources]
     pieces = [(width, array.dtype) for array, _, width in target.parts]
+    bulk = {part: piece for part, piece in enumerate(pieces) if is_bulk(*piece)}
+    elements = elements_of(pieces)
     if tokens_per_block is None:
         row_bytes = sum(width * dtype.itemsize for width, dtype in pieces)
         enough_blocks = num_tokens * num_layers // NUM_BLOCKS
         tokens_per_block = max(1, min(BLOCK_BYTES // row_bytes, enough_blocks))
+        tokens_per_block = _at_most(tokens_per_block, len(elements))
     blocks_per_layer = pl.cdiv(num_tokens, tokens_per_block)
-    parts = range(len(pieces))
 
     @functools.partial(
         plgpu.kernel,
@@ -162,9 +170,9 @@ def copy_rows(
         grid=(num_layers * blocks_per_layer,),
         grid_names=("block",),
         scratch_types=(
-            [plgpu.SMEM((tokens_per_block, width), dtype) for width, dtype in pieces],
-            [plgpu.SMEM((_ZERO_BYTES // dtype.itemsize,), dtype) for _, dtype in pieces],
-            plgpu.Barrier(num_arrivals=tokens_per_block * len(pieces)),
+            [plgpu.SMEM((tokens_per_block, width), dtype) for width, dtype in bulk.values()],
+            [plgpu.SMEM((_ZERO_BYTES // dtype.itemsize,), dtype) for _, dtype in bulk.values()],
+            plgpu.Barrier(num_arrivals=tokens_per_block * len(bulk) + _WARPS * bool(elements)),
         ),
         # Safe: asynchronous copies alone touch the rows, and zeros are committed before use.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
@@ -190,10 +198,10 @@ def copy_rows(
 
                 @pl.when(missing & there)
                 def _load(end=end, place=place):
-                    for part in parts:
+                    for part, rows in zip(bulk, rows_smem, strict=True):
                         plgpu.copy_gmem_to_smem(
                             end.at(refs, part, place),
-                            rows_smem[part].at[i],
+                            rows.at[i],
                             loaded,
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
@@ -203,7 +211,7 @@ def copy_rows(
 
             @pl.when(skipped)
             def _skip():
-                for _ in parts:
+                for _ in bulk:
                     plgpu.barrier_arrive(loaded)
 
         def store(i):
@@ -212,16 +220,16 @@ def copy_rows(
 
             @pl.when(wanted & there)
             def _store():
-                for part in parts:
+                for part, rows in zip(bulk, rows_smem, strict=True):
                     plgpu.copy_smem_to_gmem(
-                        rows_smem[part].at[i], into.at(refs, part, place), commit_group=False
+                        rows.at[i], into.at(refs, part, place), commit_group=False
                     )
 
             @pl.when(wanted & _not(there))
             def _store_zeros():
-                for part, zeros in enumerate(zeros_smem):
-                    for start in range(0, pieces[part][0], zeros.shape[0]):
-                        width = min(zeros.shape[0], pieces[part][0] - start)
+                for (part, (whole, _)), zeros in zip(bulk.items(), zeros_smem, strict=True):
+                    for start in range(0, whole, zeros.shape[0]):
+                        width = min(zeros.shape[0], whole - start)
                         plgpu.copy_smem_to_gmem(
                             zeros.at[pl.ds(0, width)],
                             into.at(refs, part, place, start, width),
@@ -242,12 +250,43 @@ def copy_rows(
 
             plgpu.warp_map(share_of)
 
+        def find_elements(i):
+            """Where those of token i go, whether they do, and what they are."""
+            inside, i = i < tokens_per_block, jnp.minimum(i, tokens_per_block - 1)
+            target_place, wanted, origins = locate(i)
+            missing, values = wanted, [jnp.zeros((), pieces[part][1]) for part, _ in elements]
+            for end, ((layer, row), there) in zip(out_of, origins, strict=True):
+                found = missing & there
+                place = jnp.where(found, layer, 0), jnp.where(found, row, 0)
+                values = [
+                    jnp.where(found, end.at(refs, part, place, column, 1)[0], value)
+                    for (part, column), value in zip(elements, values, strict=True)
+                ]
+                missing &= _not(there)
+            return target_place, wanted & inside, values
+
+        def move_elements(warp):
+            """Loads those of all the warp's tokens, to wait for memory once, then stores them."""
+            share = range(pl.cdiv(tokens_per_block, _WARPS))
+            found = [find_elements(warp + j * _WARPS) for j in share]
+            if out_of:  # what is loaded here may be what another warp of the block overwrites
+                plgpu.barrier_arrive(loaded)
+                plgpu.barrier_wait(loaded)
+            for place, wanted, values in found:
+
+                @pl.when(wanted)
+                def _store(place=place, values=values):
+                    for (part, column), value in zip(elements, values, strict=True):
+                        into.at(refs, part, place, column, 1)[0] = value
+
         if out_of:
             each_token(load)
         for zeros in zeros_smem:
             zeros[...] = jnp.zeros_like(zeros)
         plgpu.commit_smem()
-        if out_of:
+        if elements:
+            plgpu.warp_map(move_elements)
+        elif out_of:
             plgpu.barrier_wait(loaded)
         each_token(store)
 
@@ -257,55 +296,3 @@ def copy_rows(
 def _not(condition: Any) -> Any:
     """``~condition``, which a single warp does not have in JAX 0.11."""
     return jnp.where(condition, False, True)
-
-
-class _Operands:
-    """The kernel's operands; one that is used twice is passed once."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-
-    def position(self, value: Any) -> int:
-        for position, known in enumerate(self.values):
-            if known is value:
-                return position
-        self.values.append(value)
-        return len(self.values) - 1
-
-
-class _End:
-    """A ``Side`` as the kernel sees it, through its operands."""
-
-    def __init__(self, operands: _Operands, side: Side):
-        self.num_layers, self.num_rows, _ = side.parts[0][0].shape
-        self.first_slot = side.first_slot
-        self.parts = [(operands.position(array), *columns) for array, *columns in side.parts]
-        self.slots = None if side.slots is None else operands.position(side.slots)
-        self.layer = (
-            None
-            if side.layer is None
-            else operands.position(jnp.asarray(side.layer, jnp.int32).reshape(1))
-        )
-
-    def locate(self, refs: Sequence[Any], layer: Any, token: Any) -> tuple[tuple[Any, Any], Any]:
-        """The layer and row of a token, and whether they are there (0 if not)."""
-        row, there = token, jnp.bool(True)
-        if self.layer is not None:
-            layer += refs[self.layer][0]
-            there = are_there(layer, 0, self.num_layers)
-        if self.slots is not None:
-            row = refs[self.slots][token]
-            there &= are_there(row, self.first_slot, self.num_rows)
-        return (jnp.where(there, layer, 0), jnp.where(there, row, 0)), there
-
-    def at(
-        self,
-        refs: Sequence[Any],
-        part: int,
-        place: tuple[Any, Any],
-        start: int = 0,
-        width: int | None = None,
-    ) -> Any:
-        """One part of a row, or ``width`` columns of it from ``start`` on."""
-        position, first, whole = self.parts[part]
-        return refs[position].at[(*place, pl.ds(first + start, width or whole))]

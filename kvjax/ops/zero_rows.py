@@ -38,6 +38,6 @@ def _mosaic_gpu(planes: Planes, slots: Slots, *, first_slot: int) -> Planes:
 
 
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not),
+    "mosaic_gpu": Implementation(_mosaic_gpu, row_copy.why_not_rows),
     "reference": Implementation(reference, lambda *_: None),
 }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests import cases, oracles
-from tests.cases import BYTES, KV, WIDE, Case
+from tests.cases import BYTES, KV, ODD, SCALED, SCALED_HEADS, SCALED_LATENT, SEVEN_HEADS, WIDE, Case
 from tests.implementations import for_examples, on_cases, run
 from tests.strategies import inputs, moves, planes, random_rows
 
@@ -24,6 +24,9 @@ INTERPRETED = [
     Case(KV, 4, None, LITTLE_SHARED_MEMORY),
     *(Case(BYTES, num_tokens, None, MARKED) for num_tokens in (3, 4)),
     Case(KV, 3, None, BY_TWO_LAYERS, num_layers=3),
+    Case(SCALED, 9, None),
+    Case(SCALED, 3, None, STAGED),
+    Case(ODD[1], 4, None),
 ]
 SLOW = [Case(KV, 5, None, BY_LAYER), Case(KV, 17, None, BY_TWO_LAYERS, num_layers=3)]
 FOR_GPU = [
@@ -31,6 +34,10 @@ FOR_GPU = [
     *(Case(WIDE, num_tokens, None) for num_tokens in (55, 56)),
     *(Case(BYTES, num_tokens, None) for num_tokens in (2048, 2049)),
     Case(KV, 3, None, BY_TWO_LAYERS, num_layers=3),
+    *(Case(SCALED_LATENT, num_tokens, None) for num_tokens in (1, 64, 65, 2049)),
+    *(Case(SCALED_HEADS, num_tokens, None) for num_tokens in (64, 65)),
+    *(Case(SEVEN_HEADS, num_tokens, None) for num_tokens in (16, 17)),
+    *(Case(rows, num_tokens, None) for rows in ODD for num_tokens in (28, 65)),
 ]
 
 
@@ -60,8 +67,11 @@ def disjoint_moves(case):
 
 @on_cases(
     reference=[Case(KV, 17, None)],
-    interpreted=[Case(BYTES, 9, None, cases.FEW_BLOCKS)],
-    gpu=[Case(KV, 65, None), Case(WIDE, 300, None)],
+    interpreted=[Case(rows, 9, None, cases.FEW_BLOCKS) for rows in (BYTES, SCALED)],
+    gpu=[
+        Case(KV, 65, None),
+        *(Case(rows, 300, None) for rows in (WIDE, SCALED_LATENT, SCALED_HEADS)),
+    ],
 )
 def test_disjoint_moves_equal_oracle(name, case):
     def check(planes, moves):
