@@ -180,7 +180,7 @@ def test_in_place(update, geometry):
     [
         *((update, "mha-float8_e4m3fn") for update in ALL),
         *((update, "mla-bfloat16") for update in ("write", *STEPS)),
-        *((update, "mla-quantized-bfloat16") for update in ("write", *STEPS)),
+        *((update, "mla-quantized-bfloat16") for update in ALL),
     ],
 )
 def test_in_place_by_kernels(update, geometry):
