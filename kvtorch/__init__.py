@@ -14,6 +14,7 @@ _NAMES = {
     "kvtorch.patching": "patch",
     "kvtorch.pools.mha": "MHATokenToKVPool",
     "kvtorch.pools.mla": "MLATokenToKVPool",
+    "kvtorch.pools.quantized_mha": "QuantizedMHATokenToKVPool",
     "kvtorch.request_table": "ReqToTokenPool",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

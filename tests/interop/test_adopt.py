@@ -15,6 +15,7 @@ import numpy as np  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax import GeometryError, MHAGeometry, Pool, mha  # noqa: E402
 from kvtorch.interop import adopt  # noqa: E402
+from kvtorch.pools.quantized_mha import QuantizedMHATokenToKVPool  # noqa: E402
 from tests import oracles  # noqa: E402
 from tests.interop.torch_pools import (  # noqa: E402
     GEOMETRIES,
@@ -297,3 +298,19 @@ def test_mha_torch_writes_what_jax_reads(device):
     for rows, plane, n in zip(mha.read(pool, 4, np.array(SLOTS)), planes, new, strict=True):
         expected = oracles.write_rows(plane, 2, SLOTS, n, 4)
         oracles.assert_same_bits(rows, oracles.read_rows(expected, 2, SLOTS, 4))
+
+
+@pytest.mark.parametrize("name", ["mha, int8", "mha, fp8"])
+def test_quantised_mha_torch_writes_what_jax_holds(name, device):
+    pool, planes = kvjax_pool(GEOMETRIES[name])
+    k = np.linspace(-3, 3, 7 * 16, dtype=np.float32).reshape(7, 2, 8)
+    v = np.linspace(-3e3, 3e3, 7 * 32, dtype=np.float32).reshape(7, 2, 16)
+    with adopt(pool) as adoption:
+        assert isinstance(adoption.pool, QuantizedMHATokenToKVPool)
+        slots, *values = (torch.tensor(x, device=device) for x in (SLOTS, k, v))
+        adoption.pool.set_kv_buffer(SimpleNamespace(layer_id=4), slots, *values)
+    dtype = str(planes[0].dtype)
+    new = *oracles.quantize_kv(k, dtype), *oracles.quantize_kv(v, dtype)
+    for actual, plane, rows in zip(pool.planes, planes, new, strict=True):
+        expected = oracles.write_rows(plane, 2, SLOTS, rows.view(plane.dtype), 4)
+        oracles.assert_same_bits(actual, junk.stored(expected))

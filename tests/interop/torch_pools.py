@@ -1,5 +1,7 @@
 """Torch pools of known bits, beside the NumPy planes that they should equal."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +11,16 @@ from kvjax import MHAGeometry
 from kvtorch import tokenspeed
 from kvtorch.pools.mha import MHATokenToKVPool
 from kvtorch.pools.mla import MLATokenToKVPool
+from kvtorch.pools.quantized_mha import QuantizedMHATokenToKVPool
 from tests import oracles
 from tests.pools.junk import GEOMETRIES as _ALL
-from tests.pools.junk import rows_of
+from tests.pools.junk import MHA, rows_of
 from tests.strategies import random_rows
 
-GEOMETRIES = {name: geometry for name, geometry in _ALL.items() if geometry.padding_page}
+GEOMETRIES = {name: geometry for name, geometry in _ALL.items() if geometry.padding_page} | {
+    f"mha, {name}": dataclasses.replace(MHA, v_dtype=None, quantization=f"{name}_per_token_head")
+    for name in ("int8", "fp8")
+}
 
 
 def torch_pool(geometry, planes):
@@ -30,13 +36,14 @@ def torch_pool(geometry, planes):
         "planes": planes,
     }
     if isinstance(geometry, MHAGeometry):
-        return MHATokenToKVPool(
-            head_num=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            v_head_dim=geometry.v_head_dim,
-            v_dtype=getattr(torch, geometry.v_dtype),
-            **options,
-        )
+        options |= {
+            "head_num": geometry.num_kv_heads,
+            "head_dim": geometry.head_dim,
+            "v_head_dim": geometry.v_head_dim,
+        }
+        if geometry.quantization is None:
+            return MHATokenToKVPool(v_dtype=getattr(torch, geometry.v_dtype), **options)
+        return QuantizedMHATokenToKVPool(quantization=geometry.quantization, **options)
     options |= {"kv_lora_rank": geometry.latent_dim, "qk_rope_head_dim": geometry.rope_dim}
     if geometry.quantization is None:
         return MLATokenToKVPool(**options)

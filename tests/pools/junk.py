@@ -54,7 +54,7 @@ def pool_of(geometry, planes):
 
 def stored(values):
     """fp8 as the bits that a plane stores."""
-    return values.view(np.uint8) if values.dtype.itemsize == 1 else values
+    return values.view(np.uint8) if values.dtype.name.startswith("float8") else values
 
 
 def assert_holds(pool, planes):

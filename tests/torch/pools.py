@@ -57,6 +57,8 @@ def write(pool, layer_id, loc, new, *scales):
     if len(new) == 3:  # quantised rows, which are given as the model has them
         latent, _, rope = new
         new = [torch.cat([latent, rope], -1)]
+    elif len(new) == 4:
+        new = new[::2]
     new = new if len(new) == 2 else [*new, None]
     pool.set_kv_buffer(Layer(layer_id), loc, *new, *scales)
 

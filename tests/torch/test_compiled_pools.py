@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch: not installed")
 # ruff: noqa: E402
 
+from kvtorch.pools.quantized_mha import QuantizedMHATokenToKVPool
 from tests.torch.pools import DEVICES, Layer, mha, mla, slots
 
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -62,3 +63,27 @@ def test_latent_rows(dtype, backend, device):
         return *parts, pool.get_key_buffer(1)[5:10].float()
 
     compare(lambda: mla(32, 4, dtype, 16, 8, 2, device), step, backend, device)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("quantization", ["int8_per_token_head", "fp8_per_token_head"])
+def test_quantised_keys_and_values(quantization, backend, device):
+    k, v = torch.linspace(-9, 9, 2 * 3 * 2 * 8, device=device).view(2, 3, 2, 8)
+
+    def step(pool, loc):
+        pool.set_kv_buffer(Layer(1), loc, k, v)
+        read_k, read_v = pool.get_mha_kv_buffer(Layer(1), loc, torch.float32)
+        pool.move_kv_cache(loc + 1, loc)
+        pool.set_kv_buffer(Layer(0), loc, read_v * 2, read_k)
+        values, scales = pool.get_key_buffer(0)
+        return *pool.get_mha_kv_buffer(Layer(0), loc), values[5:10].float() * scales[5:10]
+
+    def make():
+        options = {"head_num": 2, "head_dim": 8, "layer_num": 2, "quantization": quantization}
+        return QuantizedMHATokenToKVPool(
+            32, 4, torch.bfloat16, device=device, enable_memory_saver=False, **options
+        )
+
+    compare(make, step, backend, device)

@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvtorch.ops import (
     library,
     read_quantized,  # noqa: F401  which defines the op
+    read_quantized_kv,  # noqa: F401
     write_quantized,  # noqa: F401
+    write_quantized_kv,  # noqa: F401
 )
 from kvtorch.ops.move_rows import move_rows
 from kvtorch.ops.read_latent_rope import read_latent_rope
@@ -38,6 +40,8 @@ CHANGED = {
     "read_latent_rope": set(),
     "write_quantized": {"planes"},
     "read_quantized": set(),
+    "write_quantized_kv": {"planes"},
+    "read_quantized_kv": set(),
 }
 FIRST_SLOT = 4
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -91,6 +95,15 @@ def arguments(name, device):
         torch.zeros(2, 32, 1, width, dtype=dtype, device=device)
         for width, dtype in ((16, torch.uint8), (1, torch.float32), (8, torch.bfloat16))
     ]
+    quantized_kv = [
+        torch.zeros(2, 32, 2, width, dtype=dtype, device=device)
+        for width, dtype in (
+            (8, torch.int8),
+            (1, torch.float32),
+            (8, torch.int8),
+            (1, torch.float32),
+        )
+    ]
     return {
         "write_rows": (cache.planes, 1, slots, [k, v], 4, [2.0, None], [None, scale], []),
         "move_rows": (cache.planes, slots, slots + 1, 4, False),
@@ -98,6 +111,8 @@ def arguments(name, device):
         "read_latent_rope": (cache.latents, 1, slots, 16, 4, torch.float32, torch.bfloat16),
         "write_quantized": (quantized, 1, slots, latent, rope, 4),
         "read_quantized": (quantized, 1, slots, 4, torch.float32),
+        "write_quantized_kv": (quantized_kv, 1, slots, k, k * 2, 4),
+        "read_quantized_kv": (quantized_kv, 1, slots, 4, torch.float32),
     }[name]
 
 
