@@ -7,6 +7,7 @@ from benchmarks.report import Figure
 
 WRITE, WRITE_LATENT, READ_LATENT = "write K+V", "write latent+rope", "read latent+rope"
 WRITE_QUANTIZED, READ_QUANTIZED = "write quantised latent+rope", "read quantised latent+rope"
+WRITE_INT8, READ_INT8 = "write quantised K+V (int8)", "read quantised K+V (int8)"
 DISJOINT, OVERLAPPING, PERMUTED = "move, disjoint", "move, 1 in 50 overlaps", "move, permutation"
 
 
@@ -57,6 +58,9 @@ def bars(figures: list[Figure]) -> list[Bar]:
         found.append(run.speed(promise, 8, case, (case, ["tokenspeed"]), 16384))
         found.append(run.device(case, 5e-6, 1, 256))
         found.append(run.host_at_most(case, 40e-6))
+    for case in (WRITE_INT8, READ_INT8):
+        found.append(run.share(case, 16384, 0.50))
+        found.append(run.device(case, 5e-6, 1, 256))
     return found
 
 

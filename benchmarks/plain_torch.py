@@ -66,10 +66,10 @@ class ContiguousCopy:
         start = layer.layer_id * count % (self._source.numel() - count + 1)
         self._target[start : start + count].copy_(self._source[start : start + count])
 
-    set_kv_buffer = set_mla_kv_buffer = get_mla_kv_buffer = _copy
+    set_kv_buffer = set_mla_kv_buffer = get_mla_kv_buffer = get_mha_kv_buffer = _copy
 
 
-class QuantizedIndexPool:
+class QuantizedLatentIndexPool:
     """Latents in fp8, their scales, and ropes, with the methods of TokenSpeed's pool of such rows.
 
     For finite values: what overflows is not looked after.
@@ -107,3 +107,47 @@ class QuantizedIndexPool:
         latent, scale, rope = (plane[loc] for plane in self.kv_buffer[layer.layer_id])
         latent = latent.view(FP8).float() * scale
         return latent.to(dst_dtype), (rope.float() * scale).to(dst_dtype)
+
+
+class QuantizedIndexPool:
+    """K and V in int8 and their scales, with the methods of kvtorch's pool of such rows.
+
+    For finite values.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_layers: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ):
+        self.dtype = dtype
+
+        def layers(width: int, stored: torch.dtype) -> list[torch.Tensor]:
+            shape = (num_rows, heads, width)
+            return [torch.zeros(shape, dtype=stored, device=device) for _ in range(num_layers)]
+
+        self.k_buffer, self.k_scale_buffer = layers(head_dim, torch.int8), layers(1, torch.float32)
+        self.v_buffer, self.v_scale_buffer = layers(head_dim, torch.int8), layers(1, torch.float32)
+
+    def set_kv_buffer(
+        self, layer: Any, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
+    ) -> None:
+        for values, buffer, scales in (
+            (cache_k.float(), self.k_buffer, self.k_scale_buffer),
+            (cache_v.float(), self.v_buffer, self.v_scale_buffer),
+        ):
+            amax = values.abs().amax(-1, keepdim=True)
+            scale = amax.clamp(min=SMALLEST_AMAX) / torch.iinfo(torch.int8).max
+            buffer[layer.layer_id][loc] = (values / scale).round().to(torch.int8)
+            scales[layer.layer_id][loc] = scale
+
+    def get_mha_kv_buffer(self, layer: Any, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, k_scale, v, v_scale = (
+            layers[layer.layer_id][loc]
+            for layers in (self.k_buffer, self.k_scale_buffer, self.v_buffer, self.v_scale_buffer)
+        )
+        return (k.float() * k_scale).to(self.dtype), (v.float() * v_scale).to(self.dtype)

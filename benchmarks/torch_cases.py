@@ -9,10 +9,17 @@ import numpy as np
 import torch
 
 from benchmarks.peers import Peer
-from benchmarks.plain_torch import FP8, ContiguousCopy, IndexPool, QuantizedIndexPool
+from benchmarks.plain_torch import (
+    FP8,
+    ContiguousCopy,
+    IndexPool,
+    QuantizedIndexPool,
+    QuantizedLatentIndexPool,
+)
 from kvtorch import tokenspeed
 from kvtorch.pools.mha import MHATokenToKVPool
 from kvtorch.pools.mla import MLATokenToKVPool
+from kvtorch.pools.quantized_mha import QuantizedMHATokenToKVPool
 
 DTYPE = torch.bfloat16
 
@@ -36,7 +43,13 @@ class Sizes:
         mla = (self.latent_dim + self.rope_dim) * DTYPE.itemsize
         quantized = self.latent_dim * FP8.itemsize + torch.float32.itemsize
         quantized += self.rope_dim * DTYPE.itemsize
-        return {"MHA": 2 * mha, "MLA": 2 * mla, "quantised MLA": mla + quantized}
+        in_int8 = 2 * self.heads * (self.head_dim + torch.float32.itemsize)
+        return {
+            "MHA": 2 * mha,
+            "MLA": 2 * mla,
+            "quantised MLA": mla + quantized,
+            "quantised MHA": mha + in_int8,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +129,10 @@ def _of_peer(name: str, peer: Peer, make: Any, sizes: Sizes, device: str) -> Con
     return Contender(name, make(peer, sizes, device), prepare)
 
 
-def _own_mha(sizes: Sizes, device: str, pool: Any = MHATokenToKVPool) -> Any:
+def _own_mha(sizes: Sizes, device: str, pool: Any = MHATokenToKVPool, **options: Any) -> Any:
     """Also SGLang's, whose constructor is the same."""
     sizes_of_rows = (sizes.heads, sizes.head_dim, sizes.layers)
-    return pool(sizes.num_slots, sizes.page_size, DTYPE, *sizes_of_rows, device, False)
+    return pool(sizes.num_slots, sizes.page_size, DTYPE, *sizes_of_rows, device, False, **options)
 
 
 def _own_mla(sizes: Sizes, device: str, pool: Any = MLATokenToKVPool) -> Any:
@@ -191,7 +204,7 @@ _MAKERS: dict[str, dict[str, Callable[..., Any]]] = {
         "triton": lambda sizes, device: _mla_of(
             tokenspeed.MLATokenToKVPool, sizes, device, **_QUANTIZED
         ),
-        "torch": lambda sizes, device: QuantizedIndexPool(
+        "torch": lambda sizes, device: QuantizedLatentIndexPool(
             sizes.num_slots + sizes.page_size,
             sizes.layers,
             sizes.latent_dim,
@@ -200,6 +213,19 @@ _MAKERS: dict[str, dict[str, Callable[..., Any]]] = {
             device,
         ),
         "tokenspeed": lambda peer, sizes, device: _mla_of(peer.mla, sizes, device, **_QUANTIZED),
+    },
+    "quantised MHA": {
+        "triton": lambda sizes, device: _own_mha(
+            sizes, device, QuantizedMHATokenToKVPool, quantization="int8_per_token_head"
+        ),
+        "torch": lambda sizes, device: QuantizedIndexPool(
+            sizes.num_slots + sizes.page_size,
+            sizes.layers,
+            sizes.heads,
+            sizes.head_dim,
+            DTYPE,
+            device,
+        ),
     },
 }
 KINDS = tuple(_MAKERS)
@@ -264,6 +290,10 @@ def _read_quantized(pool, layer, slots):
     return pool.get_mla_kv_buffer(layer, slots, DTYPE)  # TokenSpeed's own default is fp8
 
 
+def _read(pool, layer, slots):
+    return pool.get_mha_kv_buffer(layer, slots)
+
+
 def _move(pool, dst, src):
     pool.move_kv_cache(dst, src)
 
@@ -326,5 +356,21 @@ CASES = [
         _layer_and_slots,
         _read_quantized,
         (*OF_ONE_LAYER, "tokenspeed"),
+    ),
+    Case(
+        "write quantised K+V (int8)",
+        "quantised MHA",
+        False,
+        _keys_and_values,
+        _write,
+        OF_ONE_LAYER,
+    ),
+    Case(
+        "read quantised K+V (int8)",
+        "quantised MHA",
+        False,
+        _layer_and_slots,
+        _read,
+        OF_ONE_LAYER,
     ),
 ]

@@ -38,7 +38,8 @@ def test_bars_pass_and_fail():
         *(False, None),  # TokenSpeed's write and read
         *(True, None, True),  # SGLang's latent write; torch's write at 16 384 and at any n
         *(False, True, None, None),  # the host: write, latent write, moves
-        *[None] * 8,  # quantised
+        *[None] * 8,  # quantised latent rows
+        *[None] * 4,  # quantised K and V
     ]
 
 
@@ -64,3 +65,21 @@ def test_bars_of_quantised_rows(case, passes):
             "4.90 us, at 256",
             "39.00 us, at 1",
         ]
+
+
+@pytest.mark.parametrize("case", [bars.WRITE_INT8, bars.READ_INT8])
+@pytest.mark.parametrize("passes", [True, False])
+def test_bars_of_quantised_keys_and_values(case, passes):
+    worse = 1.0 if passes else 1.1
+    figures = [
+        figure(case, "triton", 1, device=2e-6),
+        figure(case, "triton", 256, device=4.9e-6 * worse),
+        figure(case, "triton", 1024, device=6e-6),
+        figure(case, "triton", 16384, device=8e-6, share=0.51 / worse),
+        figure(case, "copy", 16384, device=1e-6, share=0.9),
+    ]
+    found = [bar for bar in bars.bars(figures) if bar.promise.startswith(case)]
+    assert [bar.passed for bar in found] == [passes] * 2
+    if passes:
+        values = [bar.value.partition(";")[0] for bar in found]
+        assert values == ["51.0%", "4.90 us, at 256"]

@@ -62,7 +62,7 @@ class CallsOnce:
 
 def tables(pool):
     """Every layer of every plane, whosever pool it is."""
-    for name in ("k_buffer", "v_buffer", "kv_buffer"):
+    for name in ("k_buffer", "k_scale_buffer", "v_buffer", "v_scale_buffer", "kv_buffer"):
         for table in getattr(pool, name, []):
             yield from table if isinstance(table, tuple) else [table]
     if hasattr(pool, "latent_dim"):  # that of plain torch
@@ -73,7 +73,7 @@ def outcome(case, contender, num_tokens):
     """What three calls return and leave in a pool of known contents."""
     torch.manual_seed(0)
     for table in tables(contender.pool):
-        if table.dtype == torch.uint8:
+        if table.dtype.itemsize == 1:
             table.random_(0, NAN_IN_FP8)
         else:
             table.normal_()
@@ -157,6 +157,25 @@ def test_quantised_cases_do_what_numpy_does(num_tokens):
             oracles.assert_same_bits(to_numpy(have), want)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 24])
+def test_cases_of_int8_do_what_numpy_does(num_tokens):
+    write, read = (case for case in CASES if case.name in (bars.WRITE_INT8, bars.READ_INT8))
+    assert write.kind == read.kind == "quantised MHA"
+    for contender in contenders(write.kind, TINY, "cpu", {}, OURS):
+        rng = np.random.default_rng(num_tokens)
+        layer, slots, *parts = write.inputs(TINY, rng, num_tokens, 1, "cpu")
+        write.call_of(contender)(layer, slots, *parts)
+        returned = read.call_of(contender)(layer, slots)
+        for name, part, found in zip("kv", parts, returned, strict=True):
+            rows, scale = oracles.quantize_kv(to_numpy(part), "int8")
+            layers = [f"{name}_buffer", f"{name}_scale_buffer"]
+            tables = [getattr(contender.pool, each)[layer.layer_id][slots] for each in layers]
+            oracles.assert_same_bits(to_numpy(tables[0]), rows.view(np.int8))
+            oracles.assert_same_bits(to_numpy(tables[1]), scale)
+            expected = oracles.dequantize_kv(rows, scale, "int8", "bfloat16")
+            oracles.assert_same_bits(to_numpy(found), expected)
+
+
 def test_slots_are_as_the_names_say():
     inputs = {case.name: case.inputs for case in CASES}
     arguments = (Sizes(), np.random.default_rng(0), 1000, 0, "cpu")
@@ -177,6 +196,8 @@ def test_bytes_moved():
     assert moved[bars.WRITE_LATENT] == moved[bars.READ_LATENT] == 2 * 10 * (512 + 64) * 2
     quantized = 10 * ((512 + 64) * 2 + 512 + 4 + 64 * 2)
     assert moved[bars.WRITE_QUANTIZED] == moved[bars.READ_QUANTIZED] == quantized
+    in_int8 = 10 * 2 * 8 * (128 * 2 + 128 + 4)
+    assert moved[bars.WRITE_INT8] == moved[bars.READ_INT8] == in_int8
 
 
 def test_allocators_hand_out_distinct_slots():
