@@ -73,9 +73,10 @@ def test_rows_torn_by_a_repeated_slot_are_counted():
     warnings.warn(f"{num_torn} of {2 * num_slots} rows are torn", stacklevel=1)
 
 
-def test_a_race_is_caught():
+@pytest.mark.parametrize("rows", [cases.KV, cases.ODD[1]])
+def test_a_race_is_caught(rows):
     """Race detection can fail: a slot twice, in two blocks."""
-    case = Case(cases.KV, 2)
+    case = Case(rows, 2)
     old, new = random_rows(0, case.rows, 2, case.num_rows), random_rows(1, case.rows, 2)
     write = partial(run, "write_rows", INTERPRETED, case, old, 1, first_slot=case.first_slot)
     write(np.array([5, 6], np.int32), new)
