@@ -168,3 +168,42 @@ QUANTIZED_FOR_GPU = [
     quantized(512, 64, _BF16, (_BF16, _BF16), 0),
 ]
 TO_LOWER_QUANTIZED = [case for case in FEW_QUANTIZED if case.num_tokens]
+
+
+def quantized_kv(num_heads, head_dims, stored, given, *args):
+    (k_dim, v_dim), scale = head_dims, ((num_heads, 1), "float32")
+    rows = ((num_heads, k_dim), stored), scale, ((num_heads, v_dim), stored), scale
+    return Case(rows, *args, given=given)
+
+
+_INT8, _FP8 = "int8", "uint8"
+MANY_QUANTIZED_KV = [
+    *(
+        quantized_kv(2, (16, 32), stored, (_F32, _F32), num_tokens)
+        for num_tokens in (0, 1, 7, 33)
+        for stored in (_INT8, _FP8)
+    ),
+    *(quantized_kv(3, (16, 16), _INT8, (_F32, _F32), 7, layer) for layer in (0, 1, -1, 2)),
+    quantized_kv(8, (128, 128), _INT8, (_BF16, _BF16), 7),
+    quantized_kv(4, (192, 128), _FP8, (_BF16, _F16), 7),
+    quantized_kv(2, (32, 16), _INT8, ("float8_e4m3fn", "float8_e5m2"), 7),
+    quantized_kv(1, (5, 3), _INT8, (_F32, _F16), 7),
+    quantized_kv(1, (1, 1), _FP8, (_F32, _F32), 7),
+]
+FEW_QUANTIZED_KV = [
+    quantized_kv(2, (16, 32), _INT8, (_F32, _F32), 0),
+    quantized_kv(3, (16, 32), _INT8, (_F32, _F32), 3, -1),
+    quantized_kv(4, (128, 80), _FP8, (_BF16, _F16), 5),
+    quantized_kv(8, (64, 64), _INT8, ("float8_e4m3fn", _BF16), 3),
+]
+QUANTIZED_KV_FOR_GPU = [
+    *(
+        quantized_kv(8, (128, 128), stored, (_BF16, _BF16), num_tokens)
+        for stored, num_tokens in ((_INT8, 2053), (_FP8, 2053), (_INT8, 1), (_FP8, 0))
+    ),
+    quantized_kv(2, (192, 128), _INT8, (_F32, _F16), 33),
+    quantized_kv(1, (256, 80), _FP8, (_F16, _F32), 33),
+    quantized_kv(128, (128, 128), _INT8, (_F32, _F32), 9),
+    quantized_kv(6, (16, 48), _FP8, ("float8_e5m2", _BF16), 64),
+]
+TO_LOWER_QUANTIZED_KV = [case for case in QUANTIZED_KV_FOR_GPU if case.num_tokens]

@@ -56,7 +56,7 @@ def reference(
     """The specification, in plain JAX."""
     latent, scale, rope = read_rows.reference(planes, layer, slots, first_slot=first_slot)
     latent, rope = (narrow(part * scale, dtype) for part in _as_float32(latent, rope))
-    return _typed(latent, dtype), _typed(rope, dtype)
+    return typed(latent, dtype), typed(rope, dtype)
 
 
 def _as_float32(
@@ -66,7 +66,8 @@ def _as_float32(
     return latent.astype(jnp.float32), rope.astype(jnp.float32)
 
 
-def _typed(part: Shaped[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
+def typed(part: Shaped[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
+    """What ``narrow`` returned, in ``dtype`` where it is the bits."""
     return part if part.dtype == dtype else jax.lax.bitcast_convert_type(part, dtype)
 
 
@@ -81,7 +82,7 @@ def _mosaic_gpu(
     if num_tokens:
         _launch(sources, jnp.asarray(layer, jnp.int32).reshape(1), slots, parts, first_slot, dtype)
     latent, rope = (
-        _typed(jax.freeze(part).reshape(num_tokens, 1, part.shape[-1]), dtype) for part in parts
+        typed(jax.freeze(part).reshape(num_tokens, 1, part.shape[-1]), dtype) for part in parts
     )
     return latent, rope
 

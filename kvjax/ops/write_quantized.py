@@ -20,6 +20,8 @@ SMALLEST_AMAX = 1e-26
 
 LATENT_DTYPE = "float8_e4m3fn"
 
+_LARGEST = float(jnp.finfo(LATENT_DTYPE).max)
+
 # Chosen, not measured: as many as give a block some copies to wait for at once.
 TOKENS_PER_BLOCK = 4
 
@@ -73,21 +75,22 @@ def reference(
 ) -> Planes:
     """The specification, in plain JAX."""
     latent, rope = latent.astype(jnp.float32), rope.astype(jnp.float32)
-    scale = _scale_of(_amax(latent))
+    scale = scale_of(amax_of(latent)[..., None], _LARGEST)
     rows = narrow(quotient(latent, scale), LATENT_DTYPE), scale, _scaled(rope, scale, planes[2])
     return write_rows.reference(planes, layer, slots, rows, first_slot=first_slot)
 
 
-def _amax(latent: Float32[Array, "*n width"]) -> Float32[Array, "*n 1"]:
-    """Each token's largest magnitude, NaN where there is one."""
+def amax_of(values: Float32[Array, "*n width"]) -> Float32[Array, "*n"]:
+    """Each row's largest magnitude, NaN where there is one."""
     # As integers, NaNs are the largest; of numbers, XLA's maximum on CPU loses some.
-    magnitudes = jax.lax.bitcast_convert_type(jnp.abs(latent), jnp.int32)
-    return jax.lax.bitcast_convert_type(magnitudes.max(axis=-1, keepdims=True), jnp.float32)
+    magnitudes = jax.lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
+    return jax.lax.bitcast_convert_type(magnitudes.max(axis=-1), jnp.float32)
 
 
-def _scale_of(amax: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def scale_of(amax: Float32[Array, "*shape"], largest: float) -> Float32[Array, "*shape"]:
+    """What makes ``amax``, at least ``SMALLEST_AMAX`` and finite, ``largest``; NaN of NaN."""
     amax = jnp.clip(amax, SMALLEST_AMAX, float(jnp.finfo(jnp.float32).max))
-    return quotient(amax, jnp.float32(jnp.finfo(LATENT_DTYPE).max))
+    return quotient(amax, jnp.float32(largest))
 
 
 def _scaled(
@@ -159,7 +162,7 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
         scales = []
         for i in range(TOKENS_PER_BLOCK):
             latent, rope = (smem[i].astype(jnp.float32) for smem in given_smem)
-            scale = _scale_of(jnp.max(jnp.abs(latent)))  # in a kernel, NaN is the largest
+            scale = scale_of(jnp.max(jnp.abs(latent)), _LARGEST)  # in a kernel, NaN is the largest
             stored_smem[0][i] = narrow(quotient(latent, scale), LATENT_DTYPE)
             stored_smem[1][i] = _scaled(rope, scale, stored_smem[1])
             scales.append(scale)
