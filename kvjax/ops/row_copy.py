@@ -16,14 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.ops.sides import COPY_BYTES, End, Operands, Side, elements_of, is_bulk
 from kvjax.ops.types import Planes
 
-MAX_SHARED_BYTES = 224 * 1024
-"""What a block stages at most, of the 227 KiB that it may have from compute capability 9.0 on."""
+# Of the 227 KiB that there are from compute capability 9.0 on. The rest is lost where the rows of
+# four planes, and the barrier, begin at multiples of 1 KiB.
+MAX_SHARED_BYTES = 222 * 1024
+"""What a block stages at most."""
 
+# Chosen, not measured: 64 tokens of 4 elements fit one block, and 255 registers are far away.
 MAX_ELEMENTS = 64
-"""How many elements that bulk copies cannot take a warp holds at most, in a register each.
-
-Chosen, not measured: 64 tokens of 4 elements fit one block, far below the 255 registers there are.
-"""
+"""How many elements that bulk copies cannot take a warp holds at most, in a register each."""
 
 # Measured on one H200 with `python -m benchmarks` (2 x 2 KB rows): moving 256 rows in 32 layers
 # takes 19.4 us with blocks of 8 KiB, 19.6 with 4 and 16, 21 with 64; 1 024 rows and more do not

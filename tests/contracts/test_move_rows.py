@@ -18,6 +18,12 @@ STAGED = (("row_copy.ONE_BLOCK_TOKENS", 0), *cases.FEW_BLOCKS)
 MARKED = (("move_rows.COMPARED_TOKENS", 3), *STAGED)
 BY_LAYER = (("move_rows.STAGING_BYTES", 1), *STAGED)
 BY_TWO_LAYERS = (("move_rows.STAGING_BYTES", 2 * 3 * 64), *STAGED)
+SHARED_MEMORY_FULL = (
+    ((8, 208), "int8"),
+    ((8, 1), "float32"),
+    ((8, 544), "int8"),
+    ((8, 1), "float32"),
+)
 INTERPRETED = [
     Case(KV, 0, None),
     *(Case(KV, num_tokens, None, ONE_BLOCK) for num_tokens in (3, 4)),
@@ -38,6 +44,7 @@ FOR_GPU = [
     *(Case(SCALED_HEADS, num_tokens, None) for num_tokens in (64, 65)),
     *(Case(SEVEN_HEADS, num_tokens, None) for num_tokens in (16, 17)),
     *(Case(rows, num_tokens, None) for rows in ODD for num_tokens in (28, 65)),
+    Case(SHARED_MEMORY_FULL, 36, None),
 ]
 
 

@@ -54,6 +54,14 @@ def test_cannot_copy_rows(planes, reason):
     assert (reason_given is None) if reason is None else (reason in reason_given)
 
 
+def test_rows_of_four_planes_fit_shared_memory():
+    """Filled by whole tokens of K and V and their scales, each plane's padded to 1 KiB."""
+    planes = [plane(8, width, dtype="int8") for width in (208, 4, 544, 4)]
+    num_tokens = row_copy.max_block_tokens(tuple(planes))
+    rows = [-(-num_tokens * p.size // 1024) for p in planes]
+    assert num_tokens == 36 and sum(rows) + len(planes) + 1 <= 227
+
+
 def call(operation, planes, slots, rows):
     """The kernel on all layers, with rows that are also planes of another pool."""
     match operation:
