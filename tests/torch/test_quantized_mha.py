@@ -361,21 +361,17 @@ def test_the_gpu_writes_and_reads_what_the_cpu_does(geometry):
 
 @pytest.mark.gpu
 @by_geometry
-def test_writes_and_reads_are_captured_in_a_graph_and_wait_for_nothing(geometry):
+def test_writes_and_reads_are_captured_in_a_graph(geometry):
     pool, expected = zero_pool(geometry, "cuda"), zero_pool(geometry)
     where, (k, v) = slots(*HERE, device="cuda"), parts_of("cuda")
     pool.set_kv_buffer(Layer(3), where, k, v)  # compiles
     pool.get_mha_kv_buffer(Layer(3), where)
     pool.clear()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            pool.set_kv_buffer(Layer(3), where, k, v)
-            found = pool.get_mha_kv_buffer(Layer(3), where)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.set_kv_buffer(Layer(3), where, k, v)
+        found = pool.get_mha_kv_buffer(Layer(3), where)
     where.copy_(slots(*THERE))
     graph.replay()
     torch.cuda.synchronize()
@@ -383,3 +379,28 @@ def test_writes_and_reads_are_captured_in_a_graph_and_wait_for_nothing(geometry)
     wanted = expected.get_mha_kv_buffer(Layer(3), slots(*THERE))
     for actual, other in zip((*pool.planes, *found), (*expected.planes, *wanted), strict=True):
         assert_same_numbers(to_numpy(actual), to_numpy(other))
+
+
+@pytest.mark.gpu
+@by_geometry
+def test_rows_behind_more_elements_than_int32_counts(geometry):
+    sizes = {"num_kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
+    small, large = (
+        zero_pool(dataclasses.replace(geometry, num_slots=num_slots, **sizes), "cuda")
+        for num_slots in (20, 1 << 20)
+    )
+    assert large.planes[0][:2].numel() == 2**31 + 2 * 4 * 1024
+    k, v = torch.randn((2, NUM_TOKENS, 8, 128), device="cuda")
+    first = slots(*HERE, device="cuda")
+    last = first + (1 << 20) - 20
+    small.set_kv_buffer(Layer(4), first, k, v)
+    large.set_kv_buffer(Layer(4), last, k, v)
+    for ours, theirs in zip(large.planes, small.planes, strict=True):
+        assert torch.equal(ours[2, last], theirs[2, first])
+        assert not ours[:2].any() and not ours[2, : last.min()].any()
+    for ours, theirs in zip(
+        large.get_mha_kv_buffer(Layer(4), last),
+        small.get_mha_kv_buffer(Layer(4), first),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
