@@ -27,6 +27,7 @@ from tests.torch.implementations import (
     call,
     device_of,
     for_examples,
+    not_compiled,
     on_cases,
     tensors,
 )
@@ -428,6 +429,7 @@ def test_a_plane_left_behind_is_caught(left_behind):
         compare(forgetful, *args)
 
 
+@not_compiled
 def test_rounding_twice_is_caught():
     """The interpreted kernel without the exact fma of these tests rounds some quotients wrong."""
 
