@@ -237,19 +237,93 @@ def test_fp4_s4_a_rope_that_would_overflow_is_refused():
         dataclasses.replace(QUANTIZED, dtype="float16")
 
 
+QUANTIZED_KV = {
+    name: MHAGeometry(12, 4, 2, 2, 4, "bfloat16", 3, quantization=f"{name}_per_token_head")
+    for name in ("int8", "fp8")
+}
+
+
+def quantized_heads(name):
+    """Of K, and of V, two heads that are stored exactly, each with another scale."""
+    largest = {"int8": 127, "fp8": 448}[name]
+    k, v = np.float32([[1, -2, 64, largest], [0] * 4]), np.float32([[-6, 0, largest]] * 2)
+    return k, v * np.float32([[1], [4]])
+
+
+def pool_with_heads(slot, name):
+    pool = kvjax.create(QUANTIZED_KV[name])
+    return mha.write(pool, 1, [slot], *(heads[None] for heads in quantized_heads(name)))
+
+
+def holds_heads(pool, slot, name):
+    read = mha.read(pool, 1, [slot], "float32")
+    return all(
+        np.array_equal(have[0], want)
+        for have, want in zip(read, quantized_heads(name), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", QUANTIZED_KV)
+def test_fp4_heads_of_numbers(name):
+    pool = pool_with_heads(5, name)
+    k, k_scale, v, v_scale = (np.asarray(plane)[1, 5] for plane in pool.planes)
+    of_zeros = np.float32(1e-26) / np.float32({"int8": 127, "fp8": 448}[name])
+    assert k_scale.ravel().tolist() == [1, of_zeros] and v_scale.ravel().tolist() == [1, 4]
+    bits = {
+        "int8": ("01fe407f00000000", "fa007ffa007f"),
+        "fp8": ("38c0687e00000000", "cc007ecc007e"),
+    }
+    assert (k.tobytes().hex(), v.tobytes().hex()) == bits[name]
+    assert holds_heads(pool, 5, name) and not holds_heads(pool, 6, name)
+
+
 MOVES = {  # FP5: from slot 5 of one pool to slot 9
     "move": lambda pool: kvjax.move(pool, [9], [5]),
     "copy_pages": lambda pool: kvjax.copy_pages(pool, [2], [1]),
-    "offload": lambda pool: kvjax.restore(kvjax.create(QUANTIZED), [9], kvjax.offload(pool, [5])),
-    "gather": lambda pool: kvjax.scatter(kvjax.create(QUANTIZED), [9], kvjax.gather(pool, [5])),
-    "copy_rows": lambda pool: kvjax.copy_rows(kvjax.create(QUANTIZED), [9], pool, [5]),
+    "offload": lambda pool: kvjax.restore(empty_like(pool), [9], kvjax.offload(pool, [5])),
+    "gather": lambda pool: kvjax.scatter(empty_like(pool), [9], kvjax.gather(pool, [5])),
+    "copy_rows": lambda pool: kvjax.copy_rows(empty_like(pool), [9], pool, [5]),
 }
+
+
+def empty_like(pool):
+    return kvjax.create(pool.geometry)
 
 
 @pytest.mark.parametrize("name", MOVES)
 def test_fp5_scales_travel_with_their_payload(name):
     pool = MOVES[name](a_quantized_row(5))
     assert quantized_row(pool, 9) == [[1, -2, 4, 0.5], [1, -3, 0]]
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_KV)
+@pytest.mark.parametrize("name", MOVES)
+def test_fp5_scales_of_heads_travel_with_them(name, kind):
+    assert holds_heads(MOVES[name](pool_with_heads(5, kind)), 9, kind)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_KV)
+def test_fp5_zero_leaves_no_head_and_no_scale(kind):
+    pool = kvjax.zero(pool_with_heads(5, kind), [5])
+    assert not any(np.asarray(plane).any() for plane in pool.planes)
+    assert not any(np.asarray(part).any() for part in mha.read(pool, 1, [5]))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_KV)
+def test_fp5_host_rows_have_room_for_the_scales_of_heads(kind):
+    rows = kvjax.offload(pool_with_heads(5, kind), [5])
+    num_bytes = 2 * 2 * (4 + 4 + 3 + 4)  # layers, heads, K and its scale, V and its scale
+    assert sum(plane.nbytes for plane in rows.rows) == num_bytes
+    assert num_bytes == QUANTIZED_KV[kind].bytes_per_token
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_KV)
+def test_x8_quantised_heads_are_four_buffers_a_layer(kind):
+    geometry = QUANTIZED_KV[kind]
+    addresses, lengths, item_lengths = kvjax.buffer_infos(kvjax.create(geometry))
+    assert len(addresses) == 4 * 2 and sum(lengths) == geometry.bytes
+    row_bytes = 2 * 4, 2 * 4, 2 * 3, 2 * 4
+    assert item_lengths == [4 * num_bytes for num_bytes in row_bytes for _ in range(2)]
 
 
 def test_fp5_host_rows_have_room_for_scales():

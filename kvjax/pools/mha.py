@@ -1,4 +1,4 @@
-"""Keys and values of multi-head, grouped-query or multi-query attention."""
+"""Keys and values of multi-head, grouped-query or multi-query attention, quantised or not."""
 
 import math
 from functools import partial
@@ -7,12 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from kvjax.errors import GeometryError
-from kvjax.geometry import MHAGeometry
+from kvjax.geometry import MHAGeometry, dtype_name
 from kvjax.ops.narrow import narrow
+from kvjax.ops.read_quantized_kv import read_quantized_kv
 from kvjax.ops.read_rows import read_rows
+from kvjax.ops.write_quantized_kv import write_quantized_kv
 from kvjax.ops.write_rows import write_rows
 from kvjax.pools.pool import (
     LayerId,
@@ -20,8 +23,8 @@ from kvjax.pools.pool import (
     as_values,
     implementation_for,
     slots_of,
+    typed,
     update,
-    view,
 )
 
 Scale = float | Shaped[Array, ""] | Shaped[Array, "1"]
@@ -44,50 +47,79 @@ def write(
       pool: updated in place and used up.
       layer_id: the model's layer number, a Python int or a traced scalar.
       slots: where each token goes, distinct; slots that are not there are not written.
-      k: cast to the pool's dtype, as ``ops.narrow`` says.
+      k: cast to the pool's dtype, as ``ops.narrow`` says, or quantised, as
+        ``ops.write_quantized_kv`` does.
       v: likewise.
       k_scale: what K is divided by before a cast; ignored where K has the pool's dtype already.
       v_scale: likewise for V.
-      implementation: of ``ops.write_rows``.
+      implementation: of ``ops.write_rows``, or of ``ops.write_quantized_kv``.
 
     Raises:
       GeometryError: not a pool of K and V, the layer is not on this rank, or K or V are not one row
         of the right shape for each slot.
       TypeError: K or V is not of floats of at most 32 bits, or a scale is no number.
-      ValueError: a scale is not a single number or, on the host, is 0, infinite or NaN.
+      ValueError: a scale is not a single number or, on the host, is 0, infinite or NaN; or it is
+        given for a quantised pool, which makes its own.
       IndexError: in checks mode, a slot is not there.
 
     Source: SGLang 0.4.8 ``set_kv_buffer`` (A-MHA-14), its faults (a) to (e), (g) and (h) excepted.
     """
-    k_spec, v_spec = _geometry(pool).planes
-    index = pool.geometry.layers.local(layer_id)
+    geometry = _geometry(pool)
+    index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots, distinct=True)
-    k = as_values("k", k, (slots.size, *k_spec.row_shape))
-    v = as_values("v", v, (slots.size, *v_spec.row_shape))
-    scales = (_scale("k_scale", k_scale), _scale("v_scale", v_scale))
+    row_shapes = {spec.name: spec.row_shape for spec in geometry.planes}
+    k = as_values("k", k, (slots.size, *row_shapes["k"]))
+    v = as_values("v", v, (slots.size, *row_shapes["v"]))
+    scales = _scales(geometry, k_scale=k_scale, v_scale=v_scale)
     implementation = implementation_for(pool, implementation)
     return _write(pool, index, slots, (k, v), scales, implementation=implementation)
 
 
 def read(
-    pool: Pool, layer_id: LayerId, slots: Int[Array, " n"], *, implementation: str | None = None
+    pool: Pool,
+    layer_id: LayerId,
+    slots: Int[Array, " n"],
+    dtype: DTypeLike | None = None,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "n num_kv_heads head_dim"], Float[Array, "n num_kv_heads v_head_dim"]]:
-    """K and V at ``slots`` of one layer, in the pool's dtypes; zeros for slots that are not there.
+    """K and V at ``slots`` of one layer; zeros for slots that are not there.
+
+    Args:
+      pool: read, not changed.
+      layer_id: the model's layer number, a Python int or a traced scalar.
+      slots: which rows, in any order and as often as wanted.
+      dtype: of both results; the pool's of each if ``None``, which is the model's where it is
+        quantised.
+      implementation: of ``ops.read_rows``, or of ``ops.read_quantized_kv``.
 
     Raises:
-      GeometryError: not a pool of K and V, or the layer is not on this rank.
+      GeometryError: not a pool of K and V, the layer is not on this rank, or a quantised pool
+        cannot be read in that dtype.
       IndexError: in checks mode, a slot is not there.
     """
-    index = _geometry(pool).layers.local(layer_id)
+    geometry = _geometry(pool)
+    index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots)
-    k, v = view(read_rows, pool, index, slots, implementation=implementation)
-    return k, v
+    implementation = implementation_for(pool, implementation)
+    if geometry.quantization is not None:
+        dtype = dtype_name(geometry.dtype if dtype is None else dtype)
+        return _read_quantized(pool, index, slots, dtype, implementation=implementation)
+    return _read(pool, index, slots, dtype, implementation=implementation)
 
 
 def _geometry(pool: Pool) -> MHAGeometry:
     if not isinstance(pool.geometry, MHAGeometry):
         raise GeometryError(f"need a pool of K and V, this one is of {pool.geometry}")
     return pool.geometry
+
+
+def _scales(geometry: MHAGeometry, **scales: Scale | None) -> tuple[Float32[Array, ""] | None, ...]:
+    if geometry.quantization is not None:
+        for name, scale in scales.items():
+            if scale is not None:
+                raise ValueError(f"{name} is given, but a quantised pool makes its own; leave it")
+    return tuple(_scale(name, scale) for name, scale in scales.items())
 
 
 def _scale(name: str, scale: Any) -> Float32[Array, ""] | None:
@@ -114,8 +146,46 @@ def _write(
     scales: tuple[Float32[Array, ""] | None, ...],
     implementation: str | None,
 ) -> Pool:
+    if _geometry(pool).quantization is not None:
+        return update(
+            write_quantized_kv, pool, index, slots, *values, implementation=implementation
+        )
     rows = tuple(
         narrow(value, spec.dtype, scale)
         for value, spec, scale in zip(values, pool.geometry.planes, scales, strict=True)
     )
     return update(write_rows, pool, index, slots, rows, implementation=implementation)
+
+
+@partial(jax.jit, static_argnames=("dtype", "implementation"))
+def _read(
+    pool: Pool,
+    index: LayerId,
+    slots: Int32[Array, " n"],
+    dtype: DTypeLike | None,
+    implementation: str | None,
+) -> tuple[Float[Array, "n num_kv_heads _"], Float[Array, "n num_kv_heads _"]]:
+    first_slot = pool.geometry.first_slot
+    rows = read_rows(
+        pool.planes, index, slots, first_slot=first_slot, implementation=implementation
+    )
+    k, v = typed(pool, rows)
+    return (k, v) if dtype is None else (k.astype(dtype), v.astype(dtype))
+
+
+@partial(jax.jit, static_argnames=("dtype", "implementation"))
+def _read_quantized(
+    pool: Pool,
+    index: LayerId,
+    slots: Int32[Array, " n"],
+    dtype: str,
+    implementation: str | None,
+) -> tuple[Float[Array, "n num_kv_heads _"], Float[Array, "n num_kv_heads _"]]:
+    return read_quantized_kv(
+        pool.planes,
+        index,
+        slots,
+        first_slot=pool.geometry.first_slot,
+        dtype=dtype,
+        implementation=implementation,
+    )

@@ -28,12 +28,18 @@ MLA = MLAGeometry(
 QUANTIZED = dataclasses.replace(
     MLA, latent_dim=32, rope_dim=8, dtype="bfloat16", quantization="per_token_head"
 )
+INT8, FP8 = (
+    dataclasses.replace(MHA, v_dtype=None, quantization=f"{name}_per_token_head")
+    for name in ("int8", "fp8")
+)
 GEOMETRIES = {
     "mha": MHA,
     "mha, host tier": dataclasses.replace(MHA, padding_page=False),
     "mla": MLA,
     "mla, e5m2": dataclasses.replace(MLA, latent_dim=32, rope_dim=16, dtype="float8_e5m2"),
     "mla, quantised": QUANTIZED,
+    "mha, int8": INT8,
+    "mha, fp8": FP8,
 }
 
 

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import mha, mla
+from kvjax import MHAGeometry, mha, mla
 from kvjax.ops import row_copy
 from tests import oracles
-from tests.pools.junk import MHA, MLA, QUANTIZED, junk_pool, rows_of
+from tests.pools.junk import FP8, INT8, MHA, MLA, QUANTIZED, junk_pool, rows_of
 from tests.strategies import random_rows
 
 SLOTS, OTHERS = [5, 6, 7], [9, 10, 11]
+EVERY_KIND = pytest.mark.parametrize(
+    "geometry",
+    [MHA, MLA, QUANTIZED, INT8, FP8],
+    ids=["mha", "mla", "quantised", "int8", "fp8"],
+)
 NO_GPU = pytest.mark.skipif(jax.default_backend() == "gpu", reason="cpu: there is a GPU")
 
 
@@ -39,8 +44,8 @@ def call_everything(geometry):
         lambda p: kvjax.copy_rows(p, OTHERS, pool(1), SLOTS),
         lambda p: kvjax.restore(p, OTHERS, kvjax.offload(p, SLOTS)),
     ]
-    if geometry is MHA:
-        k, v = ones(*(spec.row_shape for spec in geometry.planes))
+    if isinstance(geometry, MHAGeometry):
+        k, v = ones(*((geometry.num_kv_heads, dim) for dim in (8, 16)))
         calls += [
             partial(mha.write, layer_id=layer_id, slots=SLOTS, k=k, v=v),
             partial(mha.read, layer_id=layer_id, slots=SLOTS),
@@ -74,7 +79,7 @@ def kernels_cannot_run():
 
 
 @NO_GPU
-@pytest.mark.parametrize("geometry", [MHA, MLA, QUANTIZED], ids=["mha", "mla", "quantised"])
+@EVERY_KIND
 def test_the_reference_runs_where_the_pool_is(geometry, request):
     expected = call_everything(geometry)
     request.getfixturevalue("beside_a_gpu")
@@ -98,7 +103,7 @@ def test_a_kernel_where_the_pool_is_not_is_caught():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", [MHA, MLA, QUANTIZED], ids=["mha", "mla", "quantised"])
+@EVERY_KIND
 def test_on_the_cpu_beside_a_gpu(geometry):
     expected = call_everything(geometry)
     with jax.default_device(jax.devices("cpu")[0]):

@@ -14,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import GeometryError, LayerRange, UnsupportedError, mha, mla
-from tests.pools.junk import MHA, MLA, QUANTIZED, assert_holds, junk_pool, rows_of
+from tests.pools.junk import FP8, INT8, MHA, MLA, QUANTIZED, assert_holds, junk_pool, rows_of
 from tests.strategies import random_rows
 
 SLOTS = [5, 6, 7]
@@ -85,6 +85,23 @@ SHAPES = [
     (MHA, partial(write_mha, k_scale=float("nan")), ValueError, "k_scale=nan cannot"),
     (MHA, partial(write_mha, k_scale=np.array([1e39])), ValueError, "k_scale=inf cannot"),
     (MHA, partial(write_mha, k_scale="2"), TypeError, "k_scale is <class 'str'>, need a number"),
+    (
+        INT8,
+        partial(write_mha, k=K[:, :1]),
+        GeometryError,
+        r"k has shape \(3, 1, 8\), need \(3, 2, 8",
+    ),
+    (INT8, partial(write_mha, v=K), GeometryError, r"v has shape \(3, 2, 8\), need \(3, 2, 16\)"),
+    *(
+        (
+            geometry,
+            partial(write_mha, **{f"{name}_scale": 1.0}),
+            ValueError,
+            f"^{name}_scale is giv",
+        )
+        for geometry in (INT8, FP8)
+        for name in ("k", "v")
+    ),
 ]
 KINDS = [
     (
@@ -124,7 +141,15 @@ KINDS = [
         GeometryError,
         "int32'> cannot be stored",
     ),
+    (
+        INT8,
+        partial(mha.read, layer_id=2, slots=SLOTS, dtype=np.int8),
+        GeometryError,
+        "int8'> cannot be stored",
+    ),
+    (INT8, partial(write_mha, v=V.astype(np.float64)), TypeError, "v is float64"),
     (MLA, partial(copy_rows, geometry=QUANTIZED), GeometryError, "planes of dst_pool"),
+    (INT8, partial(copy_rows, geometry=FP8), GeometryError, "planes of dst_pool"),
     (MHA, partial(copy_rows, geometry=MLA), GeometryError, "planes of dst_pool"),
     (MHA, partial(copy_rows, geometry=OTHER_DTYPE), GeometryError, "planes of dst_pool"),
     (MHA, partial(copy_rows, geometry=OTHER_LAYERS), GeometryError, "layers of dst_pool, 2..4"),
@@ -144,6 +169,20 @@ KINDS = [
         marks=NO_GPU,
     ),
     pytest.param(
+        INT8,
+        partial(write_mha, implementation="mosaic_gpu"),
+        UnsupportedError,
+        "mosaic_gpu: needs a GPU",
+        marks=NO_GPU,
+    ),
+    pytest.param(
+        INT8,
+        partial(mha.read, layer_id=2, slots=SLOTS, implementation="mosaic_gpu"),
+        UnsupportedError,
+        "read_quantized_kv cannot run; mosaic_gpu: needs a GPU",
+        marks=NO_GPU,
+    ),
+    pytest.param(
         MLA,
         partial(kvjax.zero, slots=[5], implementation="mosaic_gpu"),
         UnsupportedError,
@@ -154,6 +193,8 @@ KINDS = [
 BY_LAYER = [  # every function that is given a layer
     (MHA, write_mha, "layer_id"),
     (MHA, partial(mha.read, slots=SLOTS), "layer_id"),
+    (INT8, write_mha, "layer_id"),
+    (INT8, partial(mha.read, slots=SLOTS), "layer_id"),
     (MLA, write_mla, "layer_id"),
     (MLA, write_joined, "layer_id"),
     (MLA, partial(mla.read, slots=SLOTS), "layer_id"),
@@ -168,6 +209,7 @@ LAYERS = [
 ]
 DISTINCT = [  # every function that is given slots: the geometry, the call, the argument
     (MHA, write_mha, "slots"),
+    (INT8, write_mha, "slots"),
     (MLA, write_mla, "slots"),
     (MLA, write_joined, "slots"),
     (MHA, scatter, "slots"),
@@ -178,6 +220,7 @@ DISTINCT = [  # every function that is given slots: the geometry, the call, the 
 ]
 REPEATABLE = [
     (MHA, partial(mha.read, layer_id=2), "slots"),
+    (INT8, partial(mha.read, layer_id=2), "slots"),
     (MLA, partial(mla.read, layer_id=2), "slots"),
     (MHA, kvjax.gather, "slots"),
     (MHA, kvjax.zero, "slots"),

@@ -154,19 +154,18 @@ def test_any_order_of_operations_in_64_bit_mode():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mha", "mla, e5m2"])
+@pytest.mark.parametrize("name", ["mha", "mla, e5m2", "mla, quantised", "mha, int8", "mha, fp8"])
 def test_any_order_of_operations_by_kernels(name):
     run_machine(GEOMETRIES[name], "mosaic_gpu", sizes=(6,), max_examples=15)
 
 
-@pytest.mark.gpu
-def test_any_order_of_operations_on_planes_that_the_kernel_cannot_copy():
-    """A scale is 4 bytes; what can run is XLA's, for all planes."""
-    run_machine(GEOMETRIES["mla, quantised"], None, sizes=(6,), max_examples=15)
-
-
 @pytest.mark.parametrize(
-    "name, forgotten", [("mha", 1), ("mla, quantised", 0), ("mla, quantised", 1)]
+    "name, forgotten",
+    [
+        ("mha", 1),
+        *(("mla, quantised", plane) for plane in (0, 1)),
+        *(("mha, int8", plane) for plane in range(4)),
+    ],
 )
 def test_a_plane_left_behind_is_caught(monkeypatch, name, forgotten):
     """The comparison above can fail: an operation that forgets a plane, such as the scales."""
