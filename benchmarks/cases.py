@@ -18,6 +18,8 @@ SLOTS = 65536 - 16
 MHA = MHAGeometry(SLOTS, 16, LAYERS, 8, 128, "bfloat16")  # 2 KB a row of K and of V
 MLA = MLAGeometry(SLOTS, 16, LAYERS, 512, 64, "bfloat16")  # 1 152 bytes a row
 QUANTIZED = dataclasses.replace(MLA, quantization="per_token_head")  # 644 bytes a row
+INT8 = dataclasses.replace(MHA, quantization="int8_per_token_head")  # 1 056 bytes a row of each
+FP8 = dataclasses.replace(MHA, quantization="fp8_per_token_head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Case:
         where the pool is quantised.
         """
         stored = model = self.geometry
-        if isinstance(stored, MLAGeometry):
+        if isinstance(stored, MHAGeometry | MLAGeometry):
             model = dataclasses.replace(stored, quantization=None)
         row_bytes = stored.bytes_per_token_per_layer + model.bytes_per_token_per_layer
         return num_tokens * self.layers * row_bytes
@@ -151,6 +153,10 @@ CASES = [
     Case("read latent+rope", MLA, 1, _layer_and_slots, _reading(mla.read)),
     Case("write quantised latent+rope", QUANTIZED, 1, _latent_and_rope, _in_place(mla.write)),
     Case("read quantised latent+rope", QUANTIZED, 1, _layer_and_slots, _reading(mla.read)),
+    Case("write quantised K+V (int8)", INT8, 1, _keys_and_values, _in_place(mha.write)),
+    Case("read quantised K+V (int8)", INT8, 1, _layer_and_slots, _reading(mha.read)),
+    Case("write quantised K+V (fp8)", FP8, 1, _keys_and_values, _in_place(mha.write)),
+    Case("read quantised K+V (fp8)", FP8, 1, _layer_and_slots, _reading(mha.read)),
     Case("move, disjoint", MHA, LAYERS, _apart, _moving(disjoint=True), MOVES),
     Case("move, 1 in 50 overlaps", MHA, LAYERS, _one_in_fifty_overlaps, _moving(), MOVES),
     Case("move, permutation", MHA, LAYERS, _permuted, _moving(), MOVES),

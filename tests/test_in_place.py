@@ -22,8 +22,9 @@ NUM_TOKENS = 8
 NUM_CONTEXT = 24
 
 
-def mha_geometry(dtype):
-    return MHAGeometry(NUM_SLOTS, 16, LAYERS, 2, 16, dtype, 32, "bfloat16")
+def mha_geometry(dtype, quantization=None):
+    v_dtype = None if quantization else "bfloat16"
+    return MHAGeometry(NUM_SLOTS, 16, LAYERS, 2, 16, dtype, 32, v_dtype, quantization)
 
 
 def mla_geometry(dtype, quantization=None):
@@ -52,6 +53,8 @@ def arguments(geometry):
 def write(pool, layer_id, slots, values, **options):
     """New values in the dtype of a model, cast on the way in."""
     if isinstance(pool.geometry, MHAGeometry):
+        if pool.geometry.quantization is not None:
+            return mha.write(pool, layer_id, slots, values[0], values[2], **options)
         return mha.write(pool, layer_id, slots, *values, k_scale=2.0, **options)
     rows = jnp.concatenate([values[0], *values[2:]], axis=-1)  # of quantized ones no scale
     latent_dim = pool.geometry.latent_dim
@@ -165,6 +168,11 @@ GEOMETRIES |= {
     f"mla-quantized-{dtype}": mla_geometry(dtype, "per_token_head")
     for dtype in ("bfloat16", "float32")
 }
+GEOMETRIES |= {
+    f"mha-{name}-{dtype}": mha_geometry(dtype, f"{name}_per_token_head")
+    for name in ("int8", "fp8")
+    for dtype in ("bfloat16", "float16")
+}
 ALL = {**UPDATES, **STEPS}
 
 
@@ -181,6 +189,8 @@ def test_in_place(update, geometry):
         *((update, "mha-float8_e4m3fn") for update in ALL),
         *((update, "mla-bfloat16") for update in ("write", *STEPS)),
         *((update, "mla-quantized-bfloat16") for update in ALL),
+        *((update, "mha-int8-bfloat16") for update in ALL),
+        *((update, "mha-fp8-bfloat16") for update in ("write", *STEPS)),
     ],
 )
 def test_in_place_by_kernels(update, geometry):
@@ -189,7 +199,16 @@ def test_in_place_by_kernels(update, geometry):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", ["mha-bfloat16", "mla-float8_e5m2", "mla-quantized-bfloat16"])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        "mha-bfloat16",
+        "mla-float8_e5m2",
+        "mla-quantized-bfloat16",
+        "mha-int8-bfloat16",
+        "mha-fp8-float16",
+    ],
+)
 @pytest.mark.parametrize("update", ["write", "move", "unrolled"])
 def test_in_place_by_xla_on_a_gpu(update, geometry):
     """As for rows that the kernel cannot copy."""
@@ -231,7 +250,7 @@ def through_pages(pool, a):
         *GEOMETRIES,
         *(
             pytest.param(geometry, marks=pytest.mark.gpu, id=f"gpu-{geometry}")
-            for geometry in ("mha-bfloat16", "mha-float8_e4m3fn")
+            for geometry in ("mha-bfloat16", "mha-float8_e4m3fn", "mha-int8-bfloat16")
         ),
     ],
 )
