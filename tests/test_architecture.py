@@ -43,7 +43,8 @@ MAY_IMPORT = {
     # Programs.
     "kvjax.replay": f"{_BASE} kvjax matplotlib ml_dtypes",
     # The replay compares the two frameworks, and does so without torch where there is none.
-    "kvjax.replay.torch_plane": "kvjax kvtorch torch numpy ml_dtypes",
+    "kvjax.replay.torch_plane": "kvjax kvtorch torch numpy",
+    "kvjax.replay.torch_content": "kvjax.geometry kvjax.replay.content torch ml_dtypes",
     "kvjax.__main__": "kvjax",
     # The torch face: what is the same in both frameworks, and one bridge.
     "kvtorch": f"{_SHARED} torch triton numpy",

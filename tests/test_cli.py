@@ -204,13 +204,30 @@ def test_a_latent_cache_is_replayed(capsys, trace_path):
     assert printed.endswith("verified, bit for bit\n")
 
 
-def test_a_quantized_cache_is_replayed(capsys, trace_path):
-    latent = ["--latent-dim", "16", "--rope-dim", "4", "--quantization", "per_token_head"]
-    options = [option for option in TINY if option not in ("--head-dim", "8")]
-    assert run(trace_path, *options, *latent, "--json") == 0
+@pytest.mark.parametrize(
+    "quantization, dtypes",
+    [
+        ("per_token_head", ["float8_e4m3fn", "float32", "bfloat16"]),
+        ("int8_per_token_head", ["int8", "float32"] * 2),
+    ],
+)
+def test_a_quantized_cache_is_replayed(capsys, trace_path, quantization, dtypes):
+    options = [*TINY, "--quantization", quantization]
+    if quantization == "per_token_head":
+        options = [option for option in options if option not in ("--head-dim", "8")]
+        options += ["--latent-dim", "16", "--rope-dim", "4"]
+    assert run(trace_path, *options, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["dtypes"] == ["float8_e4m3fn", "float32", "bfloat16"]
+    assert result["dtypes"] == dtypes
     assert result["verification"]["device_rows"] > 0
+
+
+def test_sizes_of_a_quantized_cache_are_compared(capsys, trace_path):
+    options = [*TINY, "--quantization", "fp8_per_token_head"]
+    assert run(trace_path, *options, "--sweep", "32tokens,64tokens", "--json") == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    # Of 2 layers, K and V, 2 heads: 8 bytes and a scale; the padding page is of 4 tokens.
+    assert [point["pool_bytes"] for point in points] == [36 * 96, 68 * 96]
 
 
 def test_requests_larger_than_the_pool_are_reported(capsys, trace_path):

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kvjax.geometry import DTYPE_BYTES, PlaneSpec
+from kvjax.geometry import PlaneSpec
 
 _WORD_BITS = 32
 NUM_SCALES = 16
@@ -35,16 +35,41 @@ def describe_tag(tag: int) -> str:
 
 def bits_dtype(dtype: str) -> str:
     """The unsigned integer as wide as a storage dtype."""
-    return f"uint{8 * DTYPE_BYTES[dtype]}"
+    return f"uint{8 * np.dtype(dtype).itemsize}"
 
 
-def float_bits(number: Any, dtype: str) -> int:
+def number_bits(number: Any, dtype: str) -> int:
     """The bit pattern of a number that a storage dtype has."""
     return int(np.float32(number).astype(dtype).view(bits_dtype(dtype)))
 
 
+def largest(dtype: str) -> float:
+    """The largest number that a write stores."""
+    return float((np.iinfo if dtype == "int8" else ml_dtypes.finfo)(dtype).max)
+
+
+def is_scale(plane: PlaneSpec) -> bool:
+    """Whether the plane is of what others were divided by."""
+    return plane.name.endswith("scale")
+
+
+def are_quantized(planes: tuple[PlaneSpec, ...]) -> bool:
+    """Whether a pool is quantised, of its planes."""
+    return any(map(is_scale, planes))
+
+
+def decides_a_scale(planes: tuple[PlaneSpec, ...], plane_number: int) -> bool:
+    """Whether a plane is one whose largest numbers decide the scales, which the next plane has."""
+    return any(map(is_scale, planes[plane_number + 1 : plane_number + 2]))
+
+
 def row_bits(
-    xp: ModuleType, plane: PlaneSpec, plane_number: int, layer_id: Any, tags: Any, positions: Any
+    xp: ModuleType,
+    planes: tuple[PlaneSpec, ...],
+    plane_number: int,
+    layer_id: Any,
+    tags: Any,
+    positions: Any,
 ) -> Any:
     """The bit patterns of one plane's rows in one layer, ``[len(tags), *plane.row_shape]``.
 
@@ -54,41 +79,44 @@ def row_bits(
 
     Args:
       xp: ``numpy`` or ``jax.numpy``.
-      plane, plane_number: which plane of the pool, and its place among them.
+      planes, plane_number: of the pool, and which of them.
       layer_id: the model's layer number; an array or a traced scalar under JAX.
       tags, positions: uint32, one for each row.
     """
+    plane = planes[plane_number]
     u32 = xp.uint32
     place = xp.asarray(layer_id).astype(u32) * u32(64) + u32(plane_number)
     rows = _mix(_mix(_mix(tags) + positions) + place)
     width = int(np.prod(plane.row_shape))
     # 2^32 / golden ratio: spreads consecutive elements over all words.
     elements = xp.arange(width, dtype=u32) * u32(0x9E3779B9)
-    words = _mix(rows[:, None] + elements)
-    bits = (words >> u32(_WORD_BITS - 8 * DTYPE_BYTES[plane.dtype])).astype(bits_dtype(plane.dtype))
-    # An exponent whose lowest bit is 0 is never the all-ones one of infinities and NaNs.
-    lowest_exponent_bit = 1 << ml_dtypes.finfo(plane.dtype).nmant
-    bits = bits & ~bits.dtype.type(lowest_exponent_bit)
-    return _quantized(xp, plane, bits).reshape(-1, *plane.row_shape)
-
-
-def _quantized(xp: ModuleType, plane: PlaneSpec, bits: Any) -> Any:
-    """The bits, changed where the plane is one of a quantised pool."""
+    words = _mix(rows[:, None] + elements).reshape(-1, *plane.row_shape)
+    bits = (words >> u32(_WORD_BITS - 8 * plane.itemsize)).astype(bits_dtype(plane.dtype))
     unsigned = bits.dtype.type
-    match plane.name:
-        case "latent":  # the largest magnitude decides the scale: one number is as large as can be
-            largest = float_bits(ml_dtypes.finfo(plane.dtype).max, plane.dtype)
-            sign = unsigned(0x80)
-            is_first = xp.arange(bits.shape[-1]) == 0
-            return xp.where(is_first, bits & sign | unsigned(largest), bits)
-        case "scale":
-            one = float_bits(1, plane.dtype)
-            exponents = (bits >> unsigned(_WORD_BITS // 2)) % unsigned(NUM_SCALES)
-            return (exponents << unsigned(ml_dtypes.finfo(plane.dtype).nmant)) + unsigned(one)
-        case "rope":  # no subnormals, which XLA on CPU takes for zeros, and none near the largest
-            second = unsigned(1 << (8 * bits.dtype.itemsize - 3))
-            first = second + second
-            return bits & ~first | (~bits & second) << unsigned(1)
+    if plane.dtype == "int8":  # -128 is stored by no write
+        bits = xp.where(bits == unsigned(0x80), unsigned(0x81), bits)
+    else:
+        # An exponent whose lowest bit is 0 is never the all-ones one of infinities and NaNs.
+        bits = bits & ~unsigned(1 << ml_dtypes.finfo(plane.dtype).nmant)
+    return _quantized(xp, planes, plane_number, bits)
+
+
+def _quantized(xp: ModuleType, planes: tuple[PlaneSpec, ...], plane_number: int, bits: Any) -> Any:
+    """The bits, changed where the plane is one of a quantised pool."""
+    plane, unsigned = planes[plane_number], bits.dtype.type
+    if decides_a_scale(planes, plane_number):  # by one number of each head, as large as can be
+        ends = (number_bits(sign * largest(plane.dtype), plane.dtype) for sign in (-1, 1))
+        first = xp.where(bits & unsigned(0x80), *map(unsigned, ends))
+        return xp.where(xp.arange(bits.shape[-1]) == 0, first, bits)
+    if is_scale(plane):
+        exponents = (bits >> unsigned(_WORD_BITS // 2)) % unsigned(NUM_SCALES)
+        one = unsigned(number_bits(1, plane.dtype))
+        return (exponents << unsigned(ml_dtypes.finfo(plane.dtype).nmant)) + one
+    if plane.name == "rope":  # of a quantised pool, whose scale another plane decides
+        # No subnormals, which XLA on CPU takes for zeros, and none near the largest.
+        second = unsigned(1 << (8 * bits.dtype.itemsize - 3))
+        first = second + second
+        return bits & ~first | (~bits & second) << unsigned(1)
     return bits
 
 
@@ -108,6 +136,6 @@ def expected_rows(
 ) -> tuple[np.ndarray, ...]:
     """The bits that every plane should hold, ``[len(layer_ids), len(tags), *row]`` each."""
     return tuple(
-        np.stack([row_bits(np, plane, number, layer_id, tags, positions) for layer_id in layer_ids])
-        for number, plane in enumerate(planes)
+        np.stack([row_bits(np, planes, number, id_, tags, positions) for id_ in layer_ids])
+        for number in range(len(planes))
     )

@@ -6,6 +6,8 @@ calls are made under ``jit``: checks mode, which refuses such slots, is for call
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import numpy as np
 
 import kvjax
 from kvjax import allocators, host
-from kvjax.geometry import Geometry, MLAGeometry
+from kvjax.geometry import Geometry, MLAGeometry, PlaneSpec
 from kvjax.replay import content
 from kvjax.replay.data_plane import no_room
 from kvjax.replay.scheduler import Settings
@@ -161,24 +163,22 @@ class KvjaxRows:
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(pool: kvjax.Pool, slots: jax.Array, tags: jax.Array, positions: jax.Array) -> kvjax.Pool:
     """Writes the rows of these tags and positions in every layer."""
-    geometry = pool.geometry
+    geometry, planes = pool.geometry, pool.geometry.planes
+    write_parts = kvjax.mla.write if isinstance(geometry, MLAGeometry) else kvjax.mha.write
 
     def write_layer(layer_id: jax.Array, pool: kvjax.Pool) -> kvjax.Pool:
-        rows = [
+        parts = [
             jax.lax.bitcast_convert_type(
-                content.row_bits(jnp, plane, number, layer_id, tags, positions),
+                content.row_bits(jnp, planes, number, layer_id, tags, positions),
                 jnp.dtype(plane.dtype),
             )
-            for number, plane in enumerate(geometry.planes)
+            for number, plane in enumerate(planes)
         ]
-        if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
-            latent, scale, rope = rows
-            parts = (part.astype(jnp.float32) * scale for part in (latent, rope))
-            return kvjax.mla.write(pool, layer_id, slots, *parts)
-        if isinstance(geometry, MLAGeometry):
-            latent, rope = jnp.split(rows[0], [geometry.latent_dim], axis=-1)
-            return kvjax.mla.write(pool, layer_id, slots, latent, rope)
-        return kvjax.mha.write(pool, layer_id, slots, *rows)
+        if content.are_quantized(planes):
+            parts = _values(parts)
+        elif isinstance(geometry, MLAGeometry):
+            parts = jnp.split(parts[0], [geometry.latent_dim], axis=-1)
+        return write_parts(pool, layer_id, slots, *parts)
 
     return jax.lax.fori_loop(geometry.layers.start, geometry.layers.stop, write_layer, pool)
 
@@ -206,32 +206,42 @@ def _extend[A: (kvjax.SlotAllocator, kvjax.PageAllocator)](
 
 @jax.jit
 def _read_layer(pool: kvjax.Pool, layer_id: jax.Array, slots: jax.Array) -> Any:
-    geometry = pool.geometry
-    if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
-        return _read_quantized(pool, layer_id, slots)
-    if isinstance(geometry, MLAGeometry):
-        return (jnp.concatenate(kvjax.mla.read(pool, layer_id, slots), axis=-1),)
-    return kvjax.mha.read(pool, layer_id, slots)
+    is_mla = isinstance(pool.geometry, MLAGeometry)
+    read_parts: Any = kvjax.mla.read if is_mla else kvjax.mha.read
+    planes = pool.geometry.planes
+    if content.are_quantized(planes):
+        return _stored(planes, read_parts(pool, layer_id, slots, dtype=jnp.float32))
+    parts = read_parts(pool, layer_id, slots)
+    return (jnp.concatenate(parts, axis=-1),) if is_mla else parts
 
 
-def _read_quantized(pool: kvjax.Pool, layer_id: jax.Array, slots: jax.Array) -> Any:
-    """What is stored, by way of the numbers that a model reads.
+def _values(rows: list[jax.Array]) -> list[jax.Array]:
+    """What a model writes so that quantised planes hold these rows."""
+    # Each part has a scale of its own, or all have the only one.
+    pairs = zip(rows[::2], itertools.cycle(rows[1::2]), strict=False)
+    return [part.astype(jnp.float32) * scale for part, scale in pairs]
 
-    Scales are powers of two, times which the first number of a latent is the largest of its dtype.
+
+def _stored(planes: tuple[PlaneSpec, ...], parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """What quantised planes hold where a model reads these parts, of float32."""
+    first, second = parts
+    stored, scale, inverse = _heads(first, planes[0].dtype)
+    if len(planes) == 3:  # a rope has the latent's scale
+        return stored, scale, (second * inverse).astype(planes[2].dtype)
+    return stored, scale, *_heads(second, planes[2].dtype)[:2]
+
+
+def _heads(values: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What is stored of heads, their scales, and one over these.
+
+    Scales are powers of two, times which the first number of a head is the largest of its dtype.
     They are computed with as bits, because a float32 division need not be exact on GPU.
     """
-    latent_spec, _, rope_spec = pool.geometry.planes
-    latent, rope = kvjax.mla.read(pool, layer_id, slots, dtype=jnp.float32)
-    one, largest = (
-        np.float32(number).view(np.int32) for number in (1, jnp.finfo(latent_spec.dtype).max)
-    )
-    scale = jax.lax.bitcast_convert_type(jnp.abs(latent[..., :1]), jnp.int32) - largest + one
+    one, largest = (np.float32(n).view(np.int32) for n in (1, content.largest(dtype)))
+    scale = jax.lax.bitcast_convert_type(jnp.abs(values[..., :1]), jnp.int32) - largest + one
     inverse = jax.lax.bitcast_convert_type(one + one - scale, jnp.float32)
-    return (
-        (latent * inverse).astype(latent_spec.dtype),
-        jax.lax.bitcast_convert_type(scale, jnp.float32),
-        (rope * inverse).astype(rope_spec.dtype),
-    )
+    stored = (values * inverse).astype(dtype)
+    return stored, jax.lax.bitcast_convert_type(scale, jnp.float32), inverse
 
 
 _free = jax.jit(allocators.free, donate_argnums=0)

@@ -1,6 +1,6 @@
 """How are a data plane's parts done with kvtorch?
 
-The only module of the replay that imports torch: nothing else here has to have it.
+Of the replay, only this module and ``torch_content`` import torch: nothing else has to have it.
 """
 
 import dataclasses
@@ -8,19 +8,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 
-from kvjax.geometry import DTYPE_BYTES, Geometry, MLAGeometry, PlaneSpec
-from kvjax.replay import content
+from kvjax.geometry import Geometry, MLAGeometry
+from kvjax.replay import content, torch_content
 from kvjax.replay.data_plane import no_room
 from kvjax.replay.scheduler import Settings
 from kvtorch.allocators import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from kvtorch.pools import planes
 from kvtorch.pools.from_geometry import pool_over
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 # Elements of a plane whose bits are computed at once. On CPU they should stay in its cache: one
 # core takes 1.7 ns each with 2^16, 1.9 with 2^18, 3.5 with 2^22.
@@ -109,7 +106,8 @@ class TorchRows:
     """``Rows`` of a kvtorch pool, and of tensors in host memory, pinned if the pool is on a GPU.
 
     Attributes:
-      pool: the device tier, of one of SGLang's classes or, of quantised rows, of TokenSpeed's.
+      pool: the device tier, of one of SGLang's classes or, of quantised latent rows, of
+        TokenSpeed's.
       host: the host tier, ``[layers, slots, *row]`` for each plane in its storage dtype.
     """
 
@@ -125,6 +123,7 @@ class TorchRows:
             )
             for plane in geometry.planes
         ]
+        self._is_mla = isinstance(geometry, MLAGeometry)
         self._device = device
 
     def write(self, slots, tags, positions) -> None:
@@ -162,12 +161,15 @@ class TorchRows:
         self._wait()
 
     def read_layer(self, layer_id, slots) -> tuple[np.ndarray, ...]:
-        index = _tensor(slots, self._device)
-        geometry = self.pool.geometry
-        if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
-            return tuple(map(_bits, self._read_quantized(layer_id, index)))
-        if isinstance(geometry, MLAGeometry):
-            parts = self.pool.get_mla_kv_buffer(_Layer(layer_id), index)
+        layer, index = _Layer(layer_id), _tensor(slots, self._device)
+        if content.are_quantized(self.planes):
+            read_parts = (
+                self.pool.get_mla_kv_buffer if self._is_mla else self.pool.get_mha_kv_buffer
+            )
+            parts = read_parts(layer, index, torch.float32)
+            return tuple(map(_bits, torch_content.stored(self.planes, parts)))
+        if self._is_mla:
+            parts = self.pool.get_mla_kv_buffer(layer, index)
             return (np.concatenate([_bits(part) for part in parts], axis=-1),)
         return tuple(
             _bits(_as_integers(buffer)[index]) for buffer in self.pool.get_kv_buffer(layer_id)
@@ -182,40 +184,21 @@ class TorchRows:
 
     def _write(self, slots: torch.Tensor, tags: torch.Tensor, positions: torch.Tensor) -> None:
         """Computes the rows of all layers, then writes them layer by layer, as a model does."""
-        pool, layer_ids = self.pool, range(self.layers.start, self.layers.stop)
-        geometry = pool.geometry
+        pool, geometry = self.pool, self.pool.geometry
+        layer_ids = range(self.layers.start, self.layers.stop)
         by_plane = [
-            row_bits(plane, number, layer_ids, tags, positions).view(getattr(torch, plane.dtype))
+            torch_content.row_bits(self.planes, number, layer_ids, tags, positions).view(
+                getattr(torch, plane.dtype)
+            )
             for number, plane in enumerate(self.planes)
         ]
-        for layer_id, *rows in zip(layer_ids, *by_plane, strict=True):
-            if isinstance(geometry, MLAGeometry) and geometry.quantization is not None:
-                latent, scale, rope = rows
-                parts = (part.float() * scale for part in (latent, rope))
-                pool.set_mla_kv_buffer(_Layer(layer_id), slots, *parts)
-            elif isinstance(geometry, MLAGeometry):
-                parts = rows[0].split([geometry.latent_dim, geometry.rope_dim], dim=-1)
-                pool.set_mla_kv_buffer(_Layer(layer_id), slots, *parts)
-            else:
-                pool.set_kv_buffer(_Layer(layer_id), slots, *rows)
-
-    def _read_quantized(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What is stored, by way of the numbers that a model reads, as ``KvjaxRows`` does it.
-
-        Scales are powers of two, times which the first number of a latent is the largest of its
-        dtype. They are computed with as bits.
-        """
-        latent_spec, _, rope_spec = self.planes
-        latent, rope = self.pool.get_mla_kv_buffer(_Layer(layer_id), slots, torch.float32)
-        one = content.float_bits(1, "float32")
-        largest = content.float_bits(ml_dtypes.finfo(latent_spec.dtype).max, "float32")
-        scale = latent[..., :1].abs().view(torch.int32) - largest + one
-        inverse = (one + one - scale).view(torch.float32)
-        return (
-            (latent * inverse).to(getattr(torch, latent_spec.dtype)),
-            scale.view(torch.float32),
-            (rope * inverse).to(getattr(torch, rope_spec.dtype)),
-        )
+        write_parts = pool.set_mla_kv_buffer if self._is_mla else pool.set_kv_buffer
+        for layer_id, *parts in zip(layer_ids, *by_plane, strict=True):
+            if content.are_quantized(self.planes):
+                parts = torch_content.values(parts)
+            elif self._is_mla:
+                parts = parts[0].split([geometry.latent_dim, geometry.rope_dim], dim=-1)
+            write_parts(_Layer(layer_id), slots, *parts)
 
     def _flat(self, slots: np.ndarray) -> Sequence[torch.Tensor]:
         flat = self.pool.get_flat_data(_tensor(slots, self._device))
@@ -224,80 +207,6 @@ class TorchRows:
     def _wait(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
-
-
-def row_bits(
-    plane: PlaneSpec,
-    plane_number: int,
-    layer_ids: Sequence[int],
-    tags: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """What ``content.row_bits`` defines, as signed integers, ``[len(layer_ids), n, *row]``.
-
-    Torch has little arithmetic on uint32. That of int32 has the same bits, except that a shift to
-    the right fills with the sign.
-
-    Args:
-      plane: of the pool.
-      plane_number: its place among the pool's planes.
-      layer_ids: the model's layer numbers.
-      tags: int32, one for each row, of the bits of a uint32.
-      positions: likewise.
-    """
-    places = [layer_id * 64 + plane_number for layer_id in layer_ids]
-    rows = _mix(_mix(tags.clone()) + positions)
-    rows = _mix(rows + torch.tensor(places, dtype=torch.int32, device=tags.device)[:, None])
-    width = math.prod(plane.row_shape)
-    elements = torch.arange(width, dtype=torch.int32, device=tags.device) * _signed(0x9E3779B9)
-    num_bytes = DTYPE_BYTES[plane.dtype]
-    words = _mix(rows[..., None] + elements, only_high_half=num_bytes <= 2)
-    if num_bytes < 4:
-        words = (words >> (32 - 8 * num_bytes)).to(_INTEGERS[num_bytes])
-    words &= ~(1 << ml_dtypes.finfo(plane.dtype).nmant)
-    return _quantized(plane, words).view(*words.shape[:2], *plane.row_shape)
-
-
-def _quantized(plane: PlaneSpec, words: torch.Tensor) -> torch.Tensor:
-    """``content``'s change of the words where the plane is one of a quantised pool, in place."""
-    match plane.name:
-        case "latent":
-            largest = content.float_bits(ml_dtypes.finfo(plane.dtype).max, plane.dtype)
-            first = words[..., 0]
-            first.bitwise_and_(-(1 << (8 * words.element_size() - 1))).bitwise_or_(largest)
-        case "scale":
-            words >>= 16
-            words &= content.NUM_SCALES - 1
-            words <<= ml_dtypes.finfo(plane.dtype).nmant
-            words += content.float_bits(1, plane.dtype)
-        case "rope":
-            second = 1 << (8 * words.element_size() - 3)
-            opposite = (~words & second) << 1
-            words &= ~(second << 1)
-            words |= opposite
-    return words
-
-
-def _mix(words: torch.Tensor, *, only_high_half: bool = False) -> torch.Tensor:
-    """``content``'s mixing of words, in place; the last step changes only their low halves."""
-    shifted = torch.empty_like(words)
-
-    def fold(places: int) -> None:
-        torch.bitwise_right_shift(words, places, out=shifted)
-        shifted.bitwise_and_((1 << (32 - places)) - 1)
-        words.bitwise_xor_(shifted)
-
-    fold(16)
-    words.mul_(_signed(0x7FEB352D))
-    fold(15)
-    words.mul_(_signed(0x846CA68B))
-    if not only_high_half:
-        fold(16)
-    return words
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +228,7 @@ def _handed_out(slots: torch.Tensor | None) -> np.ndarray:
 
 
 def _as_integers(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(_INTEGERS[rows.element_size()])
+    return rows.view(torch_content.INTEGERS[rows.element_size()])
 
 
 def _bits(rows: torch.Tensor) -> np.ndarray:

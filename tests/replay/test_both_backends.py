@@ -59,13 +59,19 @@ def check(backend, geometry, settings=ENGINE):
     return plane, comparison
 
 
-@pytest.mark.parametrize("geometry", [GEOMETRY, LATENT_QUANTIZED], ids=["mha", "mla-quantized"])
+@pytest.mark.parametrize(
+    "geometry",
+    [GEOMETRY, LATENT_QUANTIZED, QUANTIZED["mha-int8"]],
+    ids=["mha", "mla-quantized", "mha-int8"],
+)
 def test_both_do_the_same(geometry):
     check(APART, geometry)
 
 
 @pytest.mark.parametrize(
-    "geometry", [GEOMETRY, LATENT, LATENT_QUANTIZED], ids=["mha", "mla", "mla-quantized"]
+    "geometry",
+    [GEOMETRY, LATENT, LATENT_QUANTIZED, QUANTIZED["mha-fp8"]],
+    ids=["mha", "mla", "mla-quantized", "mha-fp8"],
 )
 def test_both_do_the_same_in_one_memory(geometry):
     plane, comparison = check(SHARED, geometry)
@@ -89,9 +95,9 @@ def test_allocators_of_single_slots_do_the_same():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("turn_len", [None, 1], ids=["apart", "shared"])
-@pytest.mark.parametrize("geometry", [*WIDE.values(), WIDE_QUANTIZED], ids=[*WIDE, "mla-quantized"])
-def test_both_do_the_same_on_a_gpu(geometry, turn_len):
-    check(Backend("both", turn_len), geometry)
+@pytest.mark.parametrize("name", WIDE | WIDE_QUANTIZED)
+def test_both_do_the_same_on_a_gpu(name, turn_len):
+    check(Backend("both", turn_len), (WIDE | WIDE_QUANTIZED)[name])
 
 
 def drops_a_row(write):
@@ -158,22 +164,27 @@ def test_a_fault_of_one_in_the_memory_of_both_is_a_wrong_row(monkeypatch, rows, 
 def doubles_a_scale(write):
     def faulty(self, slots, tags, positions):
         write(self, slots, tags, positions)
-        self.pool.planes[1][-1, int(slots[0])] *= 2
+        self.pool.planes[1][-1, int(slots[0]), 0] *= 2
 
     return faulty
 
 
-def test_another_scale_in_one_memory_is_a_difference(monkeypatch):
-    monkeypatch.setattr(TorchRows, "write", doubles_a_scale(TorchRows.write))
-    with pytest.raises(BackendsDiffer, match=r"^device slot \d+, layer 5, plane scale: element"):
-        serve(APART, LATENT_QUANTIZED)
+SCALES = [(LATENT_QUANTIZED, "scale"), (QUANTIZED["mha-int8"], "k_scale")]
 
 
-def test_another_scale_in_the_memory_of_both_is_a_wrong_row(monkeypatch):
+@pytest.mark.parametrize("geometry, name", SCALES, ids=["mla", "mha"])
+def test_another_scale_in_one_memory_is_a_difference(monkeypatch, geometry, name):
     monkeypatch.setattr(TorchRows, "write", doubles_a_scale(TorchRows.write))
-    *_, verdict = serve(SHARED, LATENT_QUANTIZED)
+    with pytest.raises(BackendsDiffer, match=rf"^device slot \d+, layer 5, plane {name}: element"):
+        serve(APART, geometry)
+
+
+@pytest.mark.parametrize("geometry, name", SCALES, ids=["mla", "mha"])
+def test_another_scale_in_the_memory_of_both_is_a_wrong_row(monkeypatch, geometry, name):
+    monkeypatch.setattr(TorchRows, "write", doubles_a_scale(TorchRows.write))
+    *_, verdict = serve(SHARED, geometry)
     assert verdict.wrong_rows > 0
-    assert "layer 5, plane scale: not the row of" in verdict.messages[0]
+    assert f"layer 5, plane {name}: not the row of" in verdict.messages[0]
 
 
 def test_reading_the_shared_memory_differently_is_a_difference(monkeypatch):
@@ -252,6 +263,11 @@ def test_torch_alone_replays_quantized_rows(capsys):
     options = ["--latent-dim", "16", "--rope-dim", "4", "--quantization", "per_token_head"]
     served = [option for option in OPTIONS if option not in ("--head-dim", "8")]
     assert command.main(["replay", *served, *options, "--backend", "torch"]) == 0
+    assert capsys.readouterr().out.endswith("verified, bit for bit\n")
+
+
+def test_both_replay_quantized_heads(capsys):
+    assert replay("--quantization", "fp8_per_token_head", "--dtype", "float32", "--share") == 0
     assert capsys.readouterr().out.endswith("verified, bit for bit\n")
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.geometry import DTYPE_BYTES, PlaneSpec
+from kvjax.geometry import DTYPE_BYTES, MLAGeometry, PlaneSpec
 from kvjax.replay import content
 from tests import oracles
 from tests.replay.workloads import QUANTIZED
@@ -13,13 +13,18 @@ TAGS = np.array([0, 1, 2, 2**32 - 1, 77, 77], np.uint32)
 POSITIONS = np.array([0, 0, 5, 2**31, 3, 4], np.uint32)
 
 
+def on_device(planes, number):
+    """The rows of layer 3 as JAX computes them."""
+    rows = jax.jit(lambda id_: content.row_bits(jnp, planes, number, id_, TAGS, POSITIONS))
+    return np.asarray(rows(3))
+
+
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_numpy_and_jax_agree(dtype):
     plane = PlaneSpec("k", ROW, dtype)
-    on_device = jax.jit(lambda layer_id: content.row_bits(jnp, plane, 1, layer_id, TAGS, POSITIONS))
-    bits = content.row_bits(np, plane, 1, 3, TAGS, POSITIONS)
+    bits = content.row_bits(np, (plane, plane), 1, 3, TAGS, POSITIONS)
     assert bits.shape == (len(TAGS), *ROW)
-    np.testing.assert_array_equal(bits, on_device(3), strict=True)
+    np.testing.assert_array_equal(bits, on_device((plane, plane), 1), strict=True)
     (expected,) = content.expected_rows((PlaneSpec("v", ROW, dtype),), range(2, 4), TAGS, POSITIONS)
     assert expected.shape == (2, len(TAGS), *ROW)
 
@@ -28,7 +33,7 @@ def test_numpy_and_jax_agree(dtype):
 def test_rows_are_finite(dtype):
     plane = PlaneSpec("k", ROW, dtype)
     tags = np.arange(10_000, dtype=np.uint32)
-    bits = content.row_bits(np, plane, 0, 0, tags, tags)
+    bits = content.row_bits(np, (plane,), 0, 0, tags, tags)
     assert np.isfinite(bits.view(jnp.dtype(dtype)).astype(np.float32)).all()
     # Half of the patterns, those with one bit of the exponent clear, are in use.
     if DTYPE_BYTES[dtype] == 1:
@@ -36,11 +41,11 @@ def test_rows_are_finite(dtype):
 
 
 def test_a_row_depends_on_all_it_is_made_of():
-    plane = PlaneSpec("k", ROW, "float32")
+    planes = (PlaneSpec("k", ROW, "float32"),) * 2
 
     def row(number=0, layer_id=0, tag=4, position=9):
         tags, positions = np.array([tag], np.uint32), np.array([position], np.uint32)
-        return content.row_bits(np, plane, number, layer_id, tags, positions).tobytes()
+        return content.row_bits(np, planes, number, layer_id, tags, positions).tobytes()
 
     rows = {
         row(),
@@ -61,18 +66,31 @@ def test_tags_of_units_and_requests_differ():
     assert content.describe_tag(tags[107]) == "request 7"
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_rows_come_back_bit_for_bit(name):
-    planes = QUANTIZED[name].planes
+@pytest.mark.parametrize("planes", [QUANTIZED[name].planes for name in QUANTIZED], ids=QUANTIZED)
+def test_numpy_and_jax_agree_on_quantized_rows(planes):
+    expected = content.expected_rows(planes, range(3, 4), TAGS, POSITIONS)
+    for number, rows in enumerate(expected):
+        np.testing.assert_array_equal(on_device(planes, number), rows[0], strict=True)
+
+
+@pytest.mark.parametrize("geometry", QUANTIZED.values(), ids=QUANTIZED)
+def test_quantized_rows_come_back_bit_for_bit(geometry):
+    planes = geometry.planes
     tags = np.arange(10_000, dtype=np.uint32)
-    rows = content.expected_rows(planes, range(1), tags, tags)
-    latent, scale, rope = (
-        bits[0].view(plane.dtype).astype(np.float32)
-        for bits, plane in zip(rows, planes, strict=True)
-    )
-    written = oracles.quantize(latent * scale, rope * scale, planes[2].dtype)
+    rows = [bits[0] for bits in content.expected_rows(planes, range(1), tags, tags)]
+    numbers = [
+        bits.view(plane.dtype).astype(np.float32) for bits, plane in zip(rows, planes, strict=True)
+    ]
+    first, scale, second, second_scale = (*numbers, numbers[1])[:4]
+    given = first * scale, second * second_scale
+    if isinstance(geometry, MLAGeometry):
+        written = oracles.quantize(*given, planes[2].dtype)
+        assert not oracles.meets_subnormals(second, scale).any()
+    else:
+        written = [x for part in given for x in oracles.quantize_kv(part, planes[0].dtype)]
+        assert (scale != second_scale).any()
     for have, want in zip(written, rows, strict=True):
-        oracles.assert_same_bits(have.view(want.dtype), want[0])
-    assert len(np.unique(rows[0])) == 130  # as of any fp8, and the largest
-    assert len(np.unique(scale)) == 16
-    assert not oracles.meets_subnormals(rope, scale).any()
+        oracles.assert_same_bits(have.view(want.dtype), want)
+    # All that int8 has but -128; as of any fp8, and the largest.
+    assert len(np.unique(rows[0])) == (255 if planes[0].dtype == "int8" else 130)
+    assert len(np.unique(scale)) == len(np.unique(second_scale)) == 16

@@ -25,6 +25,7 @@ from tests.replay.workloads import (
 )
 
 EVERY_GEOMETRY = GEOMETRIES | QUANTIZED
+EVERY_WIDE_GEOMETRY = WIDE | WIDE_QUANTIZED
 
 
 def serve(geometry, count=60):
@@ -61,9 +62,9 @@ def test_every_row_is_right(geometry):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", [*WIDE.values(), WIDE_QUANTIZED], ids=[*WIDE, "mla-quantized"])
-def test_every_row_is_right_with_kernels_and_a_pinned_host_tier(geometry):
-    check_every_row(geometry)
+@pytest.mark.parametrize("name", EVERY_WIDE_GEOMETRY)
+def test_every_row_is_right_with_kernels_and_a_pinned_host_tier(name):
+    check_every_row(EVERY_WIDE_GEOMETRY[name])
 
 
 def test_an_input_longer_than_one_write(monkeypatch):
@@ -89,7 +90,7 @@ def flip_a_bit(pool, slot):
 
 
 @pytest.mark.parametrize(
-    "name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16", "mla-quantized-bfloat16"]
+    "name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16", "mla-quantized-bfloat16", "mha-int8"]
 )
 def test_one_wrong_bit_in_the_pool_is_found(name):
     plane, scheduler, verifier = serve(EVERY_GEOMETRY[name])

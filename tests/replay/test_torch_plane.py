@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch: not installed")
 # ruff: noqa: E402
 
 from kvjax.geometry import DTYPE_BYTES, PlaneSpec
-from kvjax.replay import content, torch_plane
+from kvjax.replay import content, torch_content, torch_plane
 from kvjax.replay.null_plane import NullPlane
 from kvjax.replay.pooled_plane import PooledPlane
 from kvjax.replay.scheduler import Scheduler
@@ -24,23 +24,25 @@ from tests.replay.workloads import (
 )
 
 EVERY_GEOMETRY = GEOMETRIES | QUANTIZED
+EVERY_WIDE_GEOMETRY = WIDE | WIDE_QUANTIZED
 GEOMETRY = GEOMETRIES["mha-bfloat16-float8_e4m3fn"]
 SINGLE_SLOTS = dataclasses.replace(ENGINE, page_size=1, num_pages=80)
 
 
-PLANES = [PlaneSpec("k", (2, 12), dtype) for dtype in DTYPE_BYTES]
-PLANES += sorted({plane for geometry in QUANTIZED.values() for plane in geometry.planes}, key=str)
+PLANES = {dtype: (PlaneSpec("k", (2, 12), dtype),) * 2 for dtype in DTYPE_BYTES}
+PLANES |= {name: geometry.planes for name, geometry in QUANTIZED.items()}
 
 
-@pytest.mark.parametrize("plane", PLANES, ids=lambda plane: f"{plane.name}-{plane.dtype}")
-def test_numpy_and_torch_agree(plane):
+@pytest.mark.parametrize("planes", PLANES.values(), ids=PLANES)
+def test_numpy_and_torch_agree(planes):
     tags = np.array([0, 1, 2, 2**32 - 1, 77, 77], np.uint32)
     positions = np.array([0, 0, 5, 2**31, 3, 4], np.uint32)
     signed = [torch.from_numpy(array.view(np.int32).copy()) for array in (tags, positions)]
-    bits = torch_plane.row_bits(plane, 1, range(3, 5), *signed)
-    expected = [content.row_bits(np, plane, 1, layer_id, tags, positions) for layer_id in (3, 4)]
-    found = bits.numpy().view(content.bits_dtype(plane.dtype))
-    np.testing.assert_array_equal(found, np.stack(expected), strict=True)
+    expected = content.expected_rows(planes, range(3, 5), tags, positions)
+    for number, (plane, rows) in enumerate(zip(planes, expected, strict=True)):
+        bits = torch_content.row_bits(planes, number, range(3, 5), *signed)
+        found = bits.numpy().view(content.bits_dtype(plane.dtype))
+        np.testing.assert_array_equal(found, rows, strict=True)
 
 
 def serve(geometry, settings=ENGINE, device="cpu"):
@@ -86,9 +88,9 @@ def test_every_row_is_right_in_small_chunks(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("geometry", [*WIDE.values(), WIDE_QUANTIZED], ids=[*WIDE, "mla-quantized"])
-def test_every_row_is_right_on_a_gpu(geometry):
-    check_every_row(geometry, device="cuda")
+@pytest.mark.parametrize("name", EVERY_WIDE_GEOMETRY)
+def test_every_row_is_right_on_a_gpu(name):
+    check_every_row(EVERY_WIDE_GEOMETRY[name], device="cuda")
 
 
 def flip_a_bit(tensor, slot):
@@ -96,7 +98,7 @@ def flip_a_bit(tensor, slot):
 
 
 @pytest.mark.parametrize(
-    "name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16", "mla-quantized-bfloat16"]
+    "name", ["mha-bfloat16-float8_e4m3fn", "mla-bfloat16", "mla-quantized-bfloat16", "mha-int8"]
 )
 def test_one_wrong_bit_in_the_pool_is_found(name):
     plane, scheduler, verifier = serve(EVERY_GEOMETRY[name])

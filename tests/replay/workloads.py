@@ -34,6 +34,11 @@ QUANTIZED = {
         **SIZES, **LATENT, dtype=dtype, quantization="per_token_head"
     )
     for dtype in ("bfloat16", "float32")
+} | {
+    "mha-int8": MHAGeometry(
+        **SIZES, **HEADS, dtype="float16", v_head_dim=6, quantization="int8_per_token_head"
+    ),
+    "mha-fp8": MHAGeometry(**SIZES, **HEADS, dtype="bfloat16", quantization="fp8_per_token_head"),
 }
 
 # Rows of real models, which the kernels take.
@@ -42,7 +47,11 @@ WIDE = {
     "mha-float8": MHAGeometry(**SIZES, num_kv_heads=8, head_dim=128, dtype="float8_e4m3fn"),
     "mla": MLAGeometry(**SIZES, latent_dim=512, rope_dim=64, dtype="bfloat16"),
 }
-WIDE_QUANTIZED = dataclasses.replace(WIDE["mla"], quantization="per_token_head")
+WIDE_QUANTIZED = {
+    "mla-quantized": dataclasses.replace(WIDE["mla"], quantization="per_token_head"),
+    "mha-int8": dataclasses.replace(WIDE["mha"], quantization="int8_per_token_head"),
+    "mha-fp8": dataclasses.replace(WIDE["mha"], quantization="fp8_per_token_head"),
+}
 
 
 def make_jobs(count):
