@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvjax.errors import GeometryError
-from kvjax.geometry import LayerRange, MHAGeometry
+from kvjax.geometry import LayerRange, MHAGeometry, dtype_name
 from kvtorch.ops.read_quantized_kv import read_quantized_kv
 from kvtorch.ops.write_quantized_kv import write_quantized_kv
 from kvtorch.pools.kv_cache import KVCache
@@ -162,14 +162,18 @@ class QuantizedMHATokenToKVPool(KVCache):
           dst_dtype: of the result; the model's if ``None``.
 
         Raises:
-          GeometryError: the layer is not on this rank.
+          GeometryError: the layer is not on this rank, or ``dst_dtype`` is not of floats of at most
+            32 bits.
 
         Source: TokenSpeed's ``get_mla_kv_buffer`` of quantised pools (B-M-17), of K and V.
         """
         position, slots = self._ready(layer.layer_id), self._slots("loc", loc)
-        dtype = self.dtype if dst_dtype is None else dst_dtype
+        if dst_dtype is None:
+            dst_dtype = self.dtype
+        elif dst_dtype != self.dtype:
+            dtype_name(dst_dtype)  # which raises
         return read_quantized_kv(
-            self.planes, position, slots, first_slot=self.page_size, dtype=dtype
+            self.planes, position, slots, first_slot=self.page_size, dtype=dst_dtype
         )
 
     def _with_scales(self, plane: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,9 @@ from tests.interop.torch_pools import (  # noqa: E402
 )
 from tests.pools import junk  # noqa: E402
 from tests.pools.junk import MHA, MLA  # noqa: E402
+from tests.torch import quantized  # noqa: E402
+from tests.torch.quantized import KvCase  # noqa: E402
+from tests.torch.tensors import to_numpy, to_torch  # noqa: E402
 
 SLOTS = [5, 23, 9, -1, 4, 17, 12]
 OTHER_SLOTS = [6, 8, 24, 7, 9, 22, 4]
@@ -301,16 +304,23 @@ def test_mha_torch_writes_what_jax_reads(device):
 
 
 @pytest.mark.parametrize("name", ["mha, int8", "mha, fp8"])
-def test_quantised_mha_torch_writes_what_jax_holds(name, device):
+def test_quantised_mha_torch_and_jax_write_the_same_and_read_the_same(name, device):
     pool, planes = kvjax_pool(GEOMETRIES[name])
-    k = np.linspace(-3, 3, 7 * 16, dtype=np.float32).reshape(7, 2, 8)
-    v = np.linspace(-3e3, 3e3, 7 * 32, dtype=np.float32).reshape(7, 2, 16)
+    other = kvjax.fork(pool)
+    case = KvCase(quantized.INT8, 2, 8, 16, "bfloat16", len(SLOTS))
+    values = quantized.any_heads(0, case)
     with adopt(pool) as adoption:
         assert isinstance(adoption.pool, QuantizedMHATokenToKVPool)
-        slots, *values = (torch.tensor(x, device=device) for x in (SLOTS, k, v))
-        adoption.pool.set_kv_buffer(SimpleNamespace(layer_id=4), slots, *values)
-    dtype = str(planes[0].dtype)
-    new = *oracles.quantize_kv(k, dtype), *oracles.quantize_kv(v, dtype)
-    for actual, plane, rows in zip(pool.planes, planes, new, strict=True):
-        expected = oracles.write_rows(plane, 2, SLOTS, rows.view(plane.dtype), 4)
-        oracles.assert_same_bits(actual, junk.stored(expected))
+        slots = torch.tensor(SLOTS, device=device)
+        tensors = [to_torch(part, device) for part in values]
+        adoption.pool.set_kv_buffer(SimpleNamespace(layer_id=4), slots, *tensors)
+        read = adoption.pool.get_mha_kv_buffer(SimpleNamespace(layer_id=4), slots)
+    other = mha.write(other, 4, np.array(SLOTS), *map(jnp.asarray, values))
+    wanted = quantized.written_kv(planes, 2, SLOTS, *values)
+    for ours, theirs, plane in zip(pool.planes, other.planes, wanted, strict=True):
+        found, others = (np.asarray(x).view(plane.dtype)[2, SLOTS] for x in (ours, theirs))
+        quantized.assert_same_numbers(found, plane[2, SLOTS])
+        quantized.assert_same_numbers(others, plane[2, SLOTS])
+    for jax_read in (mha.read(pool, 4, np.array(SLOTS)), mha.read(other, 4, np.array(SLOTS))):
+        for ours, theirs in zip(map(to_numpy, read), map(np.asarray, jax_read), strict=True):
+            quantized.assert_same_numbers(theirs, ours)

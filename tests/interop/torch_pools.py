@@ -1,7 +1,5 @@
 """Torch pools of known bits, beside the NumPy planes that they should equal."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +12,10 @@ from kvtorch.pools.mla import MLATokenToKVPool
 from kvtorch.pools.quantized_mha import QuantizedMHATokenToKVPool
 from tests import oracles
 from tests.pools.junk import GEOMETRIES as _ALL
-from tests.pools.junk import MHA, rows_of
+from tests.pools.junk import rows_of
 from tests.strategies import random_rows
 
-GEOMETRIES = {name: geometry for name, geometry in _ALL.items() if geometry.padding_page} | {
-    f"mha, {name}": dataclasses.replace(MHA, v_dtype=None, quantization=f"{name}_per_token_head")
-    for name in ("int8", "fp8")
-}
+GEOMETRIES = {name: geometry for name, geometry in _ALL.items() if geometry.padding_page}
 
 
 def torch_pool(geometry, planes):

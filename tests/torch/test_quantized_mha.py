@@ -241,6 +241,13 @@ def test_slots_that_are_not_there_read_as_zeros(geometry):
         assert_same_numbers(to_numpy(part[1:2]), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.uint8])
+def test_reads_are_of_floats_that_float32_holds(dtype):
+    pool = zero_pool(INT8)
+    with pytest.raises(GeometryError, match=f"{dtype} cannot be stored"):
+        pool.get_mha_kv_buffer(Layer(2), slots(4), dtype)
+
+
 @by_geometry
 def test_reads_wait_for_a_transfer_and_are_refused_when_lent(geometry):
     pool = zero_pool(geometry)
