@@ -124,22 +124,28 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
             there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
             return (jnp.where(there, place, 0), jnp.where(there, slot, 0)), there
 
-        for i in range(block_tokens):
-            place, _ = locate(i)
-            for part in range(2):
-                sources = [(stored_gmem[part], stored_smem[part])]
-                if scales_are_copied:
-                    sources.append((scales_gmem[part], scales_smem[part]))
-                else:
-                    for head in range(num_heads):
-                        scales_smem[part][i, head] = scales_gmem[part][(*place, head)]
-                for gmem, smem in sources:
-                    plgpu.copy_gmem_to_smem(
-                        gmem.at[place],
-                        smem.at[i, of_token],
-                        loaded,
-                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                    )
+        sources = [locate(i)[0] for i in range(block_tokens)]
+        copied = [*zip(stored_gmem, stored_smem, strict=True)]
+        loose = []  # all on their way before the first is stored
+        for gmem, smem in zip(scales_gmem, scales_smem, strict=True):
+            if scales_are_copied:
+                copied.append((gmem, smem))
+            else:
+                loose += [
+                    (smem, i, head, gmem[(*source, head)])
+                    for i, source in enumerate(sources)
+                    for head in range(num_heads)
+                ]
+        for i, source in enumerate(sources):
+            for gmem, smem in copied:
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[source],
+                    smem.at[i, of_token],
+                    loaded,
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+        for smem, i, head, scale in loose:
+            smem[i, head] = scale
         plgpu.barrier_wait(loaded)
 
         def dequantize(i, _):

@@ -134,8 +134,10 @@ def _launch(planes: Any, layer: Any, slots: Any, k: Any, v: Any, first_slot: int
         given_gmem, stored_gmem, scales_gmem = (k_gmem, v_gmem), planes_gmem[::2], planes_gmem[1::2]
         first = jax.lax.axis_index("block") * block_tokens
         of_token = pl.ds(0, num_heads)
+        place, targets = layer_gmem[0], []
         for i in range(block_tokens):
             token = jnp.minimum(first + i, num_tokens - 1)
+            targets.append(slots_gmem[token])  # now, so that nobody waits for it alone
             for part in parts:
                 plgpu.copy_gmem_to_smem(
                     given_gmem[part].at[token],
@@ -156,13 +158,10 @@ def _launch(planes: Any, layer: Any, slots: Any, k: Any, v: Any, first_slot: int
 
         jax.lax.fori_loop(0, block_tokens, quantize, None)
         plgpu.commit_smem()
-        place = layer_gmem[0]
-        for i in range(block_tokens):
-            token = first + i
-            slot = slots_gmem[jnp.minimum(token, num_tokens - 1)]
+        for i, slot in enumerate(targets):
             there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
 
-            @pl.when(there & (token < num_tokens))
+            @pl.when(there & (first + i < num_tokens))
             def _store(i=i, slot=slot):
                 for part in parts:
                     plgpu.copy_smem_to_gmem(
