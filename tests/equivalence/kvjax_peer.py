@@ -47,7 +47,10 @@ class KvjaxPeer:
         self.pool = mla.write(self.pool, layer_id, slots, *parts, **self._run_by)
 
     def read_parts(self, layer_id, slots, dtype):
-        parts = mla.read(self.pool, layer_id, slots, dtype, **self._run_by)
+        read = mha.read if isinstance(self.geometry, MHAGeometry) else mla.read
+        parts = read(self.pool, layer_id, slots, dtype, **self._run_by)
+        if self.geometry.quantization is not None:
+            dtype = dtype or self.geometry.dtype
         return [without_payload(np.asarray(part), dtype) for part in parts]
 
     def layer(self, layer_id):

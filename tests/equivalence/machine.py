@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     invariant,
@@ -19,10 +19,13 @@ from hypothesis.stateful import (
 
 from kvjax.geometry import MHAGeometry
 from tests import oracles
-from tests.equivalence.peers import Arrays, Layout, Oracle, Peer, Scale, is_fp8
+from tests.equivalence.peers import Arrays, Layout, Oracle, Peer, Scale, given, is_fp8, split
 from tests.pools.junk import numbers, rows_of
 from tests.strategies import random_rows, seeds, some_moves, some_slots
 from tests.torch.tensors import LAYOUTS
+
+CALLS = 50
+"""Of an example at most."""
 
 EDGES = [0, -0.0, 2.0**-10, 2.0**-17, 448, 464, 480, 57344, 61440, 65504, 65520, 3e38]
 EDGES += [np.inf, -np.inf]
@@ -58,18 +61,36 @@ class Case:
     def planes(self, seed: int = 0) -> Arrays:
         """Rows of any bits, and a padding page of zeros."""
         geometry = self.geometry
-        rows = random_rows(seed, rows_of(geometry), len(geometry.layers), geometry.num_rows)
+        rows = stored_rows(seed, geometry, len(geometry.layers), geometry.num_rows)
         planes = [plane.copy() for plane in rows]
         for plane in planes:
             oracles.bits(plane)[:, : geometry.first_slot] = 0
         return planes
 
 
-def values_of(seed: int, shape: Sequence[int], source: str, stored: str) -> np.ndarray:
-    """Numbers to narrow: ordinary ones, or any, or those where formats end; or bits to keep.
+def stored_rows(seed: int, geometry: Any, *leading: int) -> Arrays:
+    """Rows of any bits, but for scales and what else is multiplied by them.
 
-    No cast gets a NaN, because what it carries need not survive, nor a number that is subnormal in
-    float32, which XLA on CPU takes for zero; casts have tests of their own.
+    That are numbers whose products XLA on CPU takes for no zeros; some scales are NaN.
+    """
+    rows = [*random_rows(seed, rows_of(geometry), *leading)]
+    rng = np.random.default_rng(seed)
+    for position, spec in enumerate(geometry.planes):
+        shape = (*leading, *spec.row_shape)
+        if spec.name.endswith("scale"):
+            scale = (10.0 ** rng.uniform(-6, 6, shape)).astype(spec.dtype)
+            rows[position] = np.where(rng.random(shape) < 0.9, scale, np.float32(np.nan))
+        elif spec.name == "rope":
+            rows[position] = numbers(seed, shape, spec.dtype, any_bits=False)
+    return rows
+
+
+def values_of(seed: int, shape: Sequence[int], source: str, stored: str | None) -> np.ndarray:
+    """Numbers to narrow or quantise: ordinary ones, or any, or those where formats end; or bits.
+
+    Bits to keep, if ``source`` is what is stored. No cast gets a NaN, because what it carries need
+    not survive, nor a number that is subnormal in float32, which XLA on CPU takes for zero; casts
+    have tests of their own.
     """
     if source == stored:
         return numbers(seed, shape, source, any_bits=True)
@@ -82,7 +103,16 @@ def values_of(seed: int, shape: Sequence[int], source: str, stored: str) -> np.n
     if kind == 3 and not is_fp8(source):
         with np.errstate(over="ignore"):
             others = rng.choice(EDGES, shape).astype(np.float32).astype(source)
-    return np.where(rng.random(shape) < 0.5, ordinary, others)
+    chosen = shape
+    if stored is None and rng.random() < 0.5:  # some heads, so that others are ordinary
+        chosen = (*shape[:-1], 1)
+    return np.where(rng.random(chosen) < 0.5, ordinary, others)
+
+
+def without_tiny_ropes(latent: np.ndarray, rope: np.ndarray) -> None:
+    """Takes out of ``rope`` what, quantised, XLA on CPU takes for zeros."""
+    _, scale, _ = oracles.quantize(latent, rope, "float32")
+    rope[oracles.meets_subnormals(rope, scale)] = 0
 
 
 def machine(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]]):
@@ -93,6 +123,8 @@ def machine(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]]):
     geometry = case.geometry
     layers, first, stop = geometry.layers, geometry.first_slot, geometry.num_rows
     is_mha = isinstance(geometry, MHAGeometry)
+    is_quantized = geometry.quantization is not None
+    specs = given(geometry)
     layer_ids = st.integers(layers.start, layers.stop - 1)
     sizes = st.sampled_from(case.sizes)
     sources = ["stored", *case.sources]
@@ -103,7 +135,7 @@ def machine(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]]):
 
     def values(data, seed, num_tokens, shape, stored, source):
         source = stored if source == "stored" else source
-        return values_of(seed, (num_tokens, *shape), source, stored)
+        return values_of(seed, (num_tokens, *shape), source, None if is_quantized else stored)
 
     class Machine(RuleBasedStateMachine):
         num_steps = 0
@@ -144,14 +176,17 @@ def machine(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]]):
         def write(self, data, seed, layer_id, source, scales, layout):
             where = slots(data)
             rows, others = [], st.sampled_from(sources)
-            for position, spec in enumerate(geometry.planes):
+            for position, spec in enumerate(specs):
                 if position and data.draw(st.integers(0, 3)) == 3:
                     source = data.draw(others)
                 rows.append(
                     values(data, seed + position, where.size, spec.row_shape, spec.dtype, source)
                 )
-            given = [None if not is_mha else scale for scale in scales[: len(rows)]]
-            self.on_all("write", layer_id, where, rows, given, layout)
+            if is_quantized and not is_mha:
+                without_tiny_ropes(*split(geometry, rows[0]))
+            takes_scales = is_mha and not is_quantized
+            divisors = [scale if takes_scales else None for scale in scales[: len(rows)]]
+            self.on_all("write", layer_id, where, rows, divisors, layout)
 
         @precondition(lambda self: not is_mha)
         @rule(
@@ -162,15 +197,17 @@ def machine(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]]):
             layout=layouts,
         )
         def write_parts(self, data, seed, layer_id, pair, layout):
-            where, (spec,) = slots(data), geometry.planes
+            where, (spec,) = slots(data), specs
             widths = (geometry.latent_dim, geometry.rope_dim)
             parts = [
                 values(data, seed + i, where.size, (1, width), spec.dtype, source)
                 for i, (width, source) in enumerate(zip(widths, pair, strict=True))
             ]
+            if is_quantized:
+                without_tiny_ropes(*parts)
             self.on_all("write_parts", layer_id, where, parts, layout)
 
-        @precondition(lambda self: not is_mha)
+        @precondition(lambda self: is_quantized or not is_mha)
         @rule(data=st.data(), layer_id=layer_ids, dtype=st.sampled_from([None, "float32"]))
         def read_parts(self, data, layer_id, dtype):
             self.on_all("read_parts", layer_id, slots(data, distinct=False), dtype)
@@ -186,13 +223,13 @@ def machine(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]]):
         @rule(data=st.data(), seed=seeds)
         def scatter(self, data, seed):
             where = slots(data)
-            rows = random_rows(seed, rows_of(geometry), len(layers), where.size)
+            rows = stored_rows(seed, geometry, len(layers), where.size)
             self.on_all("scatter", where, rows)
 
         @rule(data=st.data(), seed=seeds, layer_id=layer_ids)
         def scatter_layer(self, data, seed, layer_id):
             where = slots(data)
-            rows = random_rows(seed, rows_of(geometry), where.size)
+            rows = stored_rows(seed, geometry, where.size)
             self.on_all("scatter_layer", layer_id, where, rows)
 
         @rule(data=st.data(), disjoint=st.booleans())
@@ -250,3 +287,13 @@ def drive(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]], **options
     Machine = machine(case, make_peers)
     run_state_machine_as_test(Machine, settings=settings(report_multiple_bugs=False, **options))
     return Machine.num_steps
+
+
+def finds(case: Case, make_peers: Callable[[Arrays], dict[str, Peer]]) -> bool:
+    """Whether the machine finds what is wrong."""
+    options = {"phases": [Phase.generate], "derandomize": True, "database": None}
+    try:
+        drive(case, make_peers, max_examples=300, stateful_step_count=CALLS, **options)
+    except AssertionError:
+        return True
+    return False

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvjax.geometry import MHAGeometry, PlaneSpec
 from tests import oracles
 from tests.torch.tensors import whole
 
@@ -54,15 +55,18 @@ class Peer(Protocol):
         ...
 
     def write(self, layer_id, slots, values, scales, layout) -> None:
-        """Rows of one layer, narrowed. Planes of K and V, or rows of an MLA pool."""
+        """Rows of one layer, narrowed or quantised: K and V, or rows of an MLA pool."""
         ...
 
     def write_parts(self, layer_id, slots, parts, layout) -> None:
-        """The latent and the rope part of MLA rows, each narrowed by itself."""
+        """The latent and the rope part of MLA rows, each narrowed by itself, or quantised."""
         ...
 
     def read_parts(self, layer_id, slots, dtype) -> Arrays:
-        """The latent and the rope part of MLA rows, in another dtype unless that is ``None``."""
+        """What a model reads, in another dtype unless that is ``None``.
+
+        The latent and the rope part of MLA rows, or K and V of a quantised pool.
+        """
         ...
 
     def layer(self, layer_id) -> Arrays:
@@ -117,17 +121,21 @@ class Oracle:
 
     def write(self, layer_id, slots, values, scales, layout):
         layer = layer_id - self.geometry.layers.start
-        self._set(oracles.write_rows, layer, slots, narrowed(self.geometry, values, scales))
+        self._set(oracles.write_rows, layer, slots, stored(self.geometry, values, scales))
 
     def write_parts(self, layer_id, slots, parts, layout):
-        (spec,) = self.geometry.planes
-        row = np.concatenate([oracles.narrow(part, spec.dtype) for part in parts], -1)
+        is_quantized = self.geometry.quantization is not None
+        # float32 has the numbers of all parts.
+        dtype = "float32" if is_quantized else self.geometry.dtype
+        row = np.concatenate([oracles.narrow(part, dtype) for part in parts], -1)
         self.write(layer_id, slots, [row], [None], layout)
 
     def read_parts(self, layer_id, slots, dtype):
         layer, first = layer_id - self.geometry.layers.start, self.geometry.first_slot
-        (rows,) = [oracles.read_rows(plane, layer, slots, first) for plane in self._planes]
-        return parts_of(self.geometry, rows, dtype)
+        rows = [oracles.read_rows(plane, layer, slots, first) for plane in self._planes]
+        if self.geometry.quantization is None:
+            return parts_of(self.geometry, rows[0], dtype)
+        return dequantized(self.geometry, rows, dtype or self.geometry.dtype)
 
     def layer(self, layer_id):
         return [plane[layer_id - self.geometry.layers.start] for plane in self._planes]
@@ -163,8 +171,37 @@ class Oracle:
         return [np.array([layer.nbytes for layer in layers]), np.array(pages), *content]
 
 
-def narrowed(geometry: Any, values, scales) -> Arrays:
+def given(geometry: Any) -> tuple[PlaneSpec, ...]:
+    """What ``Peer.write`` takes: as the planes of a pool that is not quantised."""
+    return dataclasses.replace(geometry, quantization=None).planes
+
+
+def stored(geometry: Any, values, scales) -> Arrays:
     """The values as the planes hold them."""
+    if geometry.quantization is None:
+        return narrowed(geometry, values, scales)
+    if isinstance(geometry, MHAGeometry):
+        dtype = geometry.planes[0].dtype
+        return logical(geometry, [x for value in values for x in oracles.quantize_kv(value, dtype)])
+    latent, rope = split(geometry, values[0])
+    return logical(geometry, oracles.quantize(latent, rope, geometry.dtype))
+
+
+def dequantized(geometry: Any, rows: Arrays, dtype: str) -> Arrays:
+    """What a model reads of rows of a quantised pool."""
+    if isinstance(geometry, MHAGeometry):
+        parts = [
+            oracles.dequantize_kv(numbers, scale, numbers.dtype, dtype)
+            for numbers, scale in (rows[:2], rows[2:])
+        ]
+    else:
+        latent, scale, rope = rows
+        parts = oracles.dequantize(latent, scale, rope, dtype)
+    return [without_payload(part, dtype) for part in parts]
+
+
+def narrowed(geometry: Any, values, scales) -> Arrays:
+    """The values in the dtypes of planes that are not quantised."""
     return [
         oracles.narrow(value, spec.dtype, scale and scale.number)
         for value, spec, scale in zip(values, geometry.planes, scales, strict=True)
@@ -174,6 +211,11 @@ def narrowed(geometry: Any, values, scales) -> Arrays:
 def parts_of(geometry, rows, dtype) -> Arrays:
     """The two parts of latent rows, cast."""
     rows = without_payload(rows if dtype is None else rows.astype(dtype), dtype)
+    return split(geometry, rows)
+
+
+def split(geometry, rows) -> Arrays:
+    """The two parts of latent rows."""
     return [rows[..., : geometry.latent_dim], rows[..., geometry.latent_dim :]]
 
 
@@ -183,7 +225,7 @@ def without_payload(rows, dtype):
 
 
 def is_fp8(dtype) -> bool:
-    return np.dtype(dtype).itemsize == 1
+    return np.dtype(dtype).name.startswith("float8")
 
 
 def logical(geometry, arrays) -> Arrays:

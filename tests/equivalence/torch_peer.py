@@ -13,12 +13,14 @@ from tests.torch.tensors import to_numpy, to_torch
 
 
 class TorchPeer:
-    """A pool with SGLang's methods, be it kvtorch's or SGLang's own."""
+    """A pool with SGLang's methods, kvtorch's or its own, or TokenSpeed's quantised one."""
 
     def __init__(self, geometry: Any, planes: Arrays, pool: Any):
         self.geometry = geometry
         self.pool = pool
         self._is_mha = isinstance(geometry, MHAGeometry)
+        self._is_quantized = geometry.quantization is not None
+        self._is_one_plane = len(geometry.planes) == 1
         self.device = torch.device(pool.device)
         for buffers, plane in zip(self._buffers(), planes, strict=True):
             for buffer, of_layer in zip(buffers, plane, strict=True):
@@ -26,7 +28,11 @@ class TorchPeer:
 
     def _buffers(self):
         pool = self.pool
-        return (pool.k_buffer, pool.v_buffer) if self._is_mha else (pool.kv_buffer,)
+        if not self._is_mha:
+            return [*zip(*pool.kv_buffer, strict=True)] if self._is_quantized else [pool.kv_buffer]
+        if self._is_quantized:
+            return [pool.k_buffer, pool.k_scale_buffer, pool.v_buffer, pool.v_scale_buffer]
+        return [pool.k_buffer, pool.v_buffer]
 
     def tensor(self, array):
         return to_torch(array).to(self.device)
@@ -65,11 +71,20 @@ class TorchPeer:
 
     def read_parts(self, layer_id, slots, dtype):
         into = None if dtype is None else getattr(torch, dtype)
-        parts = self.pool.get_mla_kv_buffer(Layer(layer_id), self.slots(slots), into)
+        read = self.pool.get_mha_kv_buffer if self._is_mha else self.pool.get_mla_kv_buffer
+        parts = read(Layer(layer_id), self.slots(slots), into)
+        if self._is_quantized:
+            dtype = dtype or self.geometry.dtype
         return [without_payload(to_numpy(part), dtype) for part in parts]
 
     def layer(self, layer_id):
         key, value = self.pool.get_kv_buffer(layer_id)
+        if self._is_quantized:
+            tensors = [*key, *value] if self._is_mha else key
+            position = layer_id - self.geometry.layers.start
+            for tensor, buffers in zip(tensors, self._buffers(), strict=True):
+                assert tensor.data_ptr() == buffers[position].data_ptr()
+            return logical(self.geometry, map(to_numpy, tensors))
         index = layer_id - self.geometry.layers.start
         for returned, alone, buffers in (
             (key, self.pool.get_key_buffer(layer_id), self._buffers()[0]),
@@ -84,14 +99,18 @@ class TorchPeer:
 
     def gather(self, slots):
         flat = self.pool.get_flat_data(self.slots(slots))
-        return logical(self.geometry, [to_numpy(p) for p in (flat if self._is_mha else [flat])])
+        return logical(self.geometry, map(to_numpy, [flat] if self._is_one_plane else flat))
 
     def _flat(self, rows):
         stored = [self.tensor(new) for new in rows]
-        stored = [t.view(torch.uint8) if t.element_size() == 1 else t for t in stored]
-        if not self._is_mha:
+        specs = self.geometry.planes
+        stored = [
+            tensor.view(getattr(torch, spec.storage_dtype))
+            for tensor, spec in zip(stored, specs, strict=True)
+        ]
+        if self._is_one_plane:
             return stored[0]
-        alike = stored[0].shape == stored[1].shape and stored[0].dtype == stored[1].dtype
+        alike = len({(spec.row_shape, spec.storage_dtype) for spec in specs}) == 1
         return torch.stack(stored) if alike else tuple(stored)
 
     def scatter(self, slots, rows):
@@ -104,14 +123,19 @@ class TorchPeer:
         promise = {"disjoint": True} if disjoint else {}
         self.pool.move_kv_cache(self.slots(dst), self.slots(src), **promise)
 
+    def _copy_in_chunks_of(self, chunk_tokens):
+        is_tokenspeeds = self._is_quantized and not self._is_mha
+        name = "offload_chunk_page_num" if is_tokenspeeds else "cpu_offloading_chunk_size"
+        setattr(self.pool, name, chunk_tokens)
+
     def offload(self, slots, chunk_tokens):
-        self.pool.cpu_offloading_chunk_size = chunk_tokens
+        self._copy_in_chunks_of(chunk_tokens)
         copy = self.pool.get_cpu_copy(self.slots(slots))
         num_chunks = math.ceil(len(slots) / chunk_tokens)
         assert [len(chunks) for chunks in copy] == [num_chunks] * len(self.geometry.layers)
         planes = []
         for position, spec in enumerate(self.geometry.planes):
-            parts = [[c[position] if self._is_mha else c for c in chunks] for chunks in copy]
+            parts = [[c if self._is_one_plane else c[position] for c in chunks] for chunks in copy]
             assert all(part.device.type == "cpu" for chunks in parts for part in chunks)
             rows = [[to_numpy(part).view(spec.dtype) for part in chunks] for chunks in parts]
             none = np.zeros((0, *spec.row_shape), spec.dtype)
@@ -119,7 +143,7 @@ class TorchPeer:
         return copy, planes
 
     def restore(self, slots, copy, chunk_tokens):
-        self.pool.cpu_offloading_chunk_size = chunk_tokens
+        self._copy_in_chunks_of(chunk_tokens)
         self.pool.load_cpu_copy(copy, self.slots(slots))
 
     def infos(self):
