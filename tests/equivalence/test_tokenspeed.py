@@ -1,11 +1,13 @@
-"""TokenSpeed's own pools and kvtorch's agree in any order of calls, and in their names."""
+"""TokenSpeed's own pools and ours agree in any order of calls, and kvtorch's in their names."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch: not installed")
 # ruff: noqa: E402
 
 from kvtorch import tokenspeed as ours
+from tests.equivalence.kvjax_peer import KvjaxPeer
 from tests.equivalence.test_public_names import differences, may_be_called_alike
 from tests.equivalence.tokenspeed_machine import (
     CASES,
@@ -19,10 +21,14 @@ from tests.equivalence.tokenspeed_machine import (
 from tests.equivalence.upstream_tokenspeed import require_tokenspeed
 from tests.torch.pools import Counter
 
+WITH_KVJAX = {"quantised-bfloat16", "quantised-float32-kernel", "mha-e5m2", "mla-e4m3fn"}
+"""Cases that kvjax is in; for one more it compiles for some seconds. NumPy is in all."""
+
 
 @pytest.mark.parametrize("case", CASES)
-def test_both_do_the_same(case):
-    pools = machine(require_tokenspeed(), case)
+def test_all_do_the_same(case):
+    kvjax_peer = KvjaxPeer if case in WITH_KVJAX else None
+    pools = machine(require_tokenspeed(), case, kvjax_peer=kvjax_peer)
     drive(pools, max_examples=5)
     assert pools.num_steps >= 30
 
@@ -124,6 +130,19 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_wrong_pool_is_caught(mutant):
     pools = machine(require_tokenspeed(), MUTANTS[mutant], mutant)
+    with pytest.raises(AssertionError):
+        drive(pools, max_examples=60, derandomize=True, database=None, report_multiple_bugs=False)
+
+
+class ScalesAnew(KvjaxPeer):
+    def move(self, dst, src, disjoint):
+        super().move(dst, src, disjoint)
+        latents, scales, ropes = self.gather(dst)
+        super().scatter(dst, [latents, np.ones_like(scales), ropes])
+
+
+def test_a_wrong_peer_is_caught():
+    pools = machine(require_tokenspeed(), "quantised-bfloat16", kvjax_peer=ScalesAnew)
     with pytest.raises(AssertionError):
         drive(pools, max_examples=60, derandomize=True, database=None, report_multiple_bugs=False)
 

@@ -1,9 +1,9 @@
-"""A state machine that does the same to one of TokenSpeed's own pools and to one of kvtorch's.
+"""A state machine that does the same to one of TokenSpeed's own pools, and to ours.
 
-What TokenSpeed's get wrong they are not asked for:
+Those of kvtorch, kvjax and NumPy. What TokenSpeed's get wrong they are not asked for:
 
 ===============  ==================================================  ===============================
-row              what is wrong                                       what both are given instead
+row              what is wrong                                       what all are given instead
 ===============  ==================================================  ===============================
 A-KV-6, A-IDX    wraps, crashes, or keeps padding where slots are    slots that are there
                  not there
@@ -40,7 +40,9 @@ from hypothesis.stateful import (
 
 from kvtorch import tokenspeed as ours
 from tests import oracles
+from tests.equivalence.machine import stored_rows
 from tests.equivalence.peers import without_payload
+from tests.equivalence.tokenspeed_peers import CHUNK, Peers
 from tests.pools.junk import numbers
 from tests.strategies import seeds
 from tests.torch.pools import Counter, Layer, flattened
@@ -75,10 +77,10 @@ CASES = {  # a class and its arguments
 }
 
 
-def machine(theirs, case, mutant=None):
-    """The state machine of one of TokenSpeed's pools and one of kvtorch's.
+def machine(theirs, case, mutant=None, kvjax_peer=None):
+    """The state machine of one of TokenSpeed's pools, one of kvtorch's, NumPy's and maybe kvjax's.
 
-    Its attribute ``num_steps`` counts the calls that both were given.
+    Its attribute ``num_steps`` counts the calls that all were given.
     """
     name, args = CASES[case]
     is_mha, is_quantised = name.startswith("MHA"), "per_token_head" in args
@@ -95,8 +97,7 @@ def machine(theirs, case, mutant=None):
 
     def junk(seed, shape, of):
         """Any bits, but none that the interpreter of TokenSpeed's kernels takes for others."""
-        any_bits = is_mha or is_quantised
-        return to_torch(numbers(seed, shape, str(of).removeprefix("torch."), any_bits=any_bits))
+        return to_torch(numbers(seed, shape, str(of).removeprefix("torch."), any_bits=is_mha))
 
     def values(seed, num_tokens, width, source):
         shape = (num_tokens, *width)
@@ -118,13 +119,19 @@ def machine(theirs, case, mutant=None):
             self.pools = [(mutant or getattr(ours, name))(*args), getattr(theirs, name)(*args)]
             self.copies = None
             for pool in self.pools:
-                pool.offload_chunk_page_num = 3
+                pool.offload_chunk_page_num = CHUNK
                 pool.register_layer_transfer_counter(Counter())
-                for i, buffer in enumerate(buffers_of(pool)):
-                    of = buffer.dtype if is_quantised else dtype
-                    buffer[FIRST:] = junk(i, buffer[FIRST:].shape, of).view(buffer.dtype)
-                    if buffer.shape[-1] == 1:  # scales
-                        buffer[FIRST:] = torch.linspace(1e-3, 9, STOP - FIRST)[:, None, None]
+                for buffer, rows in zip(buffers_of(pool), self.rows(), strict=True):
+                    buffer[FIRST:] = rows.view(buffer.dtype)
+            self.peers = Peers(self.pools[0], kvjax_peer)
+
+        def rows(self):
+            """What each buffer holds at first."""
+            if is_quantised:
+                planes = stored_rows(0, self.pools[0].geometry, LAYERS, STOP - FIRST)
+                return [to_torch(rows) for layer in zip(*planes, strict=True) for rows in layer]
+            shapes = [buffer[FIRST:].shape for buffer in buffers_of(self.pools[0])]
+            return [junk(i, shape, dtype) for i, shape in enumerate(shapes)]
 
         def on_both(self, method, *args, has_payload=True):
             """Makes the same call on both; what each returned."""
@@ -141,6 +148,7 @@ def machine(theirs, case, mutant=None):
         @invariant()
         def same(self):
             assert_same(*map(buffers_of, self.pools))
+            self.peers.assert_hold(self.pools[0])
             assert_same(*[pool.layer_transfer_counter.waits for pool in self.pools])
 
         @rule(
@@ -157,16 +165,19 @@ def machine(theirs, case, mutant=None):
                 scales = scales if source in (FP32, dtype) else (None, None)
                 where = (Layer(0), layer) if named else (Layer(layer), None)
                 self.on_both("set_kv_buffer", where[0], loc, k, v, *scales, where[1])
+                self.peers.write(layer, loc, [k, v], scales)
             elif is_quantised or dtype.itemsize > 1:
                 source = source if is_quantised else dtype
                 rows = values(seed, len(loc), (1, LATENT + 16), source)
                 self.on_both("set_kv_buffer", Layer(layer), loc, rows, None)
+                self.peers.write(layer, loc, [rows], [None])
 
         @precondition(lambda _: not is_mha)
         @rule(seed=seeds, loc=locs, layer=layers, source=st.sampled_from(sources))
         def write_parts(self, seed, loc, layer, source):
             parts = [values(seed + w, len(loc), (1, w), source) for w in (LATENT, 16)]
             self.on_both("set_mla_kv_buffer", Layer(layer), loc, *parts)
+            self.peers.write_parts(layer, loc, parts)
 
         @precondition(lambda _: not is_mha)
         @rule(
@@ -177,7 +188,10 @@ def machine(theirs, case, mutant=None):
         def read_parts(self, loc, layer, into):
             into = into or (args[1] if is_quantised else None)
             has_payload = into is None or into == dtype
-            self.on_both("get_mla_kv_buffer", Layer(layer), loc, into, has_payload=has_payload)
+            found = self.on_both(
+                "get_mla_kv_buffer", Layer(layer), loc, into, has_payload=has_payload
+            )
+            self.peers.read_parts(layer, loc, into, found[0])
             if is_quantised:
                 assert self.pools[0].layer_transfer_counter.waits.pop() == layer
 
@@ -185,7 +199,10 @@ def machine(theirs, case, mutant=None):
         def getters(self, layer, pair):
             self.on_both("get_key_buffer", layer)
             self.on_both("get_value_buffer", layer)
-            for result in self.on_both("get_kv_buffer", layer):
+            results = self.on_both("get_kv_buffer", layer)
+            self.peers.layer(layer, flattened(results[0] if is_mha else results[0][0]))
+            self.peers.copy_row(layer, *pair)
+            for result in results:
                 for tensor in flattened(result):
                     tensor[pair[0]].copy_(tensor[pair[1]])  # the pool's own memory
 
@@ -197,29 +214,34 @@ def machine(theirs, case, mutant=None):
             else:
                 dst = data.draw(distinct)
                 src = data.draw(st.lists(there, min_size=len(dst), max_size=len(dst)))
-            self.on_both("move_kv_cache", *(torch.tensor(x, dtype=torch.int64) for x in (dst, src)))
+            locs = [torch.tensor(x, dtype=torch.int64) for x in (dst, src)]
+            self.on_both("move_kv_cache", *locs)
+            self.peers.move(*locs)
 
         @rule(tokens=distinct, as_list=st.booleans())
         def offload(self, tokens, as_list):
             given = tokens if as_list else torch.tensor(tokens, dtype=torch.int64)
             self.copies = len(tokens), self.on_both("get_cpu_copy", given)
+            self.peers.offload(tokens, self.copies[1][0])
 
         @precondition(lambda self: self.copies is not None)
         @rule(data=st.data())
         def restore(self, data):
-            """Each takes the other's copy."""
+            """Each of torch's takes the other's copy."""
             num_tokens, copies = self.copies
             loc = torch.tensor(data.draw(some(num_tokens)), dtype=torch.int64)
             for pool, copy in zip(self.pools, copies[::-1], strict=True):
                 pool.load_cpu_copy(copy, loc)
+            self.peers.restore(loc)
 
         @precondition(lambda _: is_mha)
         @rule(data=st.data(), loc=locs)
         def flat_data(self, data, loc):
             flat = self.on_both("get_flat_data", loc)
-            loc = torch.tensor(data.draw(some(len(loc))), dtype=torch.int64)
+            new_loc = torch.tensor(data.draw(some(len(loc))), dtype=torch.int64)
+            self.peers.flat_data(loc, flat[0], new_loc)
             for pool, other in zip(self.pools, flat[::-1], strict=True):
-                pool.transfer(loc, other)
+                pool.transfer(new_loc, other)
 
         @rule(start=st.integers(0, 9))
         def infos(self, start):
