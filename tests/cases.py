@@ -195,6 +195,8 @@ FEW_QUANTIZED_KV = [
     quantized_kv(3, (16, 32), _INT8, (_F32, _F32), 3, -1),
     quantized_kv(4, (128, 80), _FP8, (_BF16, _F16), 5),
     quantized_kv(8, (64, 64), _INT8, ("float8_e4m3fn", _BF16), 3),
+    quantized_kv(10, (256, 16), _INT8, (_F32, _BF16), 2),  # more heads of K than are done at once
+    quantized_kv(2, (16, 32), _FP8, (_F32, _F32), 3, TRACED, (("heads._MAX_TOKENS", 2),)),
 ]
 QUANTIZED_KV_FOR_GPU = [
     *(

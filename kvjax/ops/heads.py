@@ -14,7 +14,8 @@ from kvjax.ops.sides import COPY_BYTES
 # Chosen, not measured: as many as give a block some copies to wait for at once.
 _MAX_TOKENS = 4
 
-# Chosen: compiled for sm_90a, they leave a thread of the kernels at 72 registers or fewer.
+# Chosen: with as many, ptxas gives a thread of the kernels for sm_90a 72 registers at most if heads
+# have 64, 128 or 256 numbers, 207 whatever they have, and spills none.
 _NUMBERS_OF_THREAD = 16
 
 _WARPS, _LANES = 4, 32  # of a warpgroup, of a warp
