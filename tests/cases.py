@@ -69,6 +69,7 @@ MANY = [
 # A block copies as many tokens as leave something to do for all blocks. With so few blocks that is
 # several, and not every block is full.
 FEW_BLOCKS = (("row_copy.NUM_BLOCKS", 4),)
+ONE_BLOCK = (("row_copy.NUM_BLOCKS", 1),)
 FEW = [
     *(Case(KV, num_tokens) for num_tokens in (0, 7)),
     *(Case(KV, 3, layer) for layer in (None, 1, -1)),
@@ -157,7 +158,7 @@ MANY_QUANTIZED = [
 FEW_QUANTIZED = [
     quantized(64, 32, _BF16, (_F32, _F32), 0),
     quantized(64, 32, _F32, (_F32, _F32), 3, -1),
-    quantized(512, 64, _BF16, (_BF16, _BF16), 5),
+    quantized(512, 64, _BF16, (_BF16, _BF16), 5, TRACED, ONE_BLOCK),
     quantized(112, 48, _F32, (_F16, _BF16), 4),
     quantized(272, 144, _BF16, (_F32, _F16), 3),
 ]
@@ -193,10 +194,10 @@ MANY_QUANTIZED_KV = [
 FEW_QUANTIZED_KV = [
     quantized_kv(2, (16, 32), _INT8, (_F32, _F32), 0),
     quantized_kv(3, (16, 32), _INT8, (_F32, _F32), 3, -1),
-    quantized_kv(4, (128, 80), _FP8, (_BF16, _F16), 5),
+    quantized_kv(4, (128, 80), _FP8, (_BF16, _F16), 5, TRACED, ONE_BLOCK),
     quantized_kv(8, (64, 64), _INT8, ("float8_e4m3fn", _BF16), 3),
     quantized_kv(10, (256, 16), _INT8, (_F32, _BF16), 2),  # more heads of K than are done at once
-    quantized_kv(2, (16, 32), _FP8, (_F32, _F32), 3, TRACED, (("heads._MAX_TOKENS", 2),)),
+    quantized_kv(2, (16, 32), _FP8, (_F32, _F32), 3, TRACED, ONE_BLOCK),
 ]
 QUANTIZED_KV_FOR_GPU = [
     *(

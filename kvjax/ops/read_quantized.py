@@ -10,10 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Shaped
 
 from kvjax.dispatch import Implementation, select
-from kvjax.ops import read_rows, row_copy
+from kvjax.ops import quantizing, read_rows, row_copy
 from kvjax.ops.narrow import narrow
 from kvjax.ops.types import Layer, Planes, Slots
-from kvjax.ops.write_quantized import LATENT_DTYPE, TOKENS_PER_BLOCK, cannot_stage, padded
+from kvjax.ops.write_quantized import LATENT_DTYPE, MAX_TOKENS, cannot_stage, padded
 from kvjax.slots import are_there
 
 Part = Float[Array, "n 1 _"]
@@ -90,35 +90,36 @@ def _mosaic_gpu(
 def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dtype: str) -> None:
     num_tokens = slots.shape[0]
     num_layers, num_rows, _ = planes[0].shape
+    block_tokens = quantizing.block_tokens(num_tokens, MAX_TOKENS)
     widths = [part.shape[-1] for part in parts]
 
     def staged(*dtypes):
         return [
-            plgpu.SMEM((TOKENS_PER_BLOCK, padded(width)), dtype)
+            plgpu.SMEM((block_tokens, padded(width)), dtype)
             for width, dtype in zip(widths, dtypes, strict=True)
         ]
 
     @functools.partial(
         plgpu.kernel,
-        grid=(pl.cdiv(num_tokens, TOKENS_PER_BLOCK),),
+        grid=(pl.cdiv(num_tokens, block_tokens),),
         grid_names=("block",),
         scratch_types=(
             staged(planes[0].dtype, planes[2].dtype),
             staged(*(part.dtype for part in parts)),
-            plgpu.Barrier(num_arrivals=TOKENS_PER_BLOCK * len(parts)),
+            plgpu.Barrier(num_arrivals=block_tokens * len(parts)),
         ),
         kernel_name="read_quantized",
     )
     def kernel(layer_gmem, slots_gmem, latents_gmem, scales_gmem, ropes_gmem, *refs):
         *parts_gmem, stored_smem, read_smem, loaded = refs
-        first = jax.lax.axis_index("block") * TOKENS_PER_BLOCK
+        first = jax.lax.axis_index("block") * block_tokens
         # Columns beyond the row are computed with, and not written.
         for smem, width in zip(stored_smem, widths, strict=True):
             if width < smem.shape[-1]:
                 smem[...] = jnp.zeros_like(smem)
         plgpu.commit_smem()
         places = []
-        for i in range(TOKENS_PER_BLOCK):
+        for i in range(block_tokens):
             place, slot = layer_gmem[0], slots_gmem[jnp.minimum(first + i, num_tokens - 1)]
             there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
             place, slot = jnp.where(there, place, 0), jnp.where(there, slot, 0)
@@ -148,7 +149,7 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
                     smem[i] = jnp.zeros(smem.shape[1:], smem.dtype)
 
         plgpu.commit_smem()
-        for i in range(TOKENS_PER_BLOCK):
+        for i in range(block_tokens):
 
             @pl.when(first + i < num_tokens)
             def _store(i=i):

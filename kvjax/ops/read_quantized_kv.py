@@ -96,7 +96,7 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
     num_tokens = slots.shape[0]
     num_layers, num_rows, num_heads = planes[1].shape
     stored, read = heads.of(*planes[::2]), heads.of(*parts)
-    block_tokens = heads.block_tokens((*stored, *read))
+    block_tokens = heads.block_tokens((*stored, *read), num_tokens)
     scales_are_copied = heads.are_copied(num_heads)
     copies = 4 if scales_are_copied else 2
 

@@ -10,14 +10,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Shaped
 
 from kvjax.dispatch import Implementation, select
-from kvjax.ops import heads, row_copy, write_rows
-from kvjax.ops.narrow import narrow, quotient
+from kvjax.ops import heads, quantizing, row_copy, write_rows
+from kvjax.ops.narrow import narrow
 from kvjax.ops.types import Layer, Planes, Slots
-from kvjax.ops.write_quantized import amax_of, scale_of
 from kvjax.slots import are_there
 
 FP8 = "float8_e4m3fn"
 """What planes of ``uint8`` hold the bits of."""
+
+_LARGEST = {
+    "int8": float(jnp.iinfo("int8").max),
+    "uint8": float(jnp.finfo(FP8).max),
+}
+_NO_FRACTIONS = 1.5 * 2.0**23
+"""A sum of this and a small number is a whole one: float32 has no others around it."""
 
 Values = Float[Array, "n heads _"]
 
@@ -77,15 +83,28 @@ def _quantized(
     values: Float32[Array, "*n dim"], stored: Any
 ) -> tuple[Shaped[Array, "*n dim"], Float32[Array, "*n"]]:
     """What each head is stored as, and its scale."""
-    is_int8 = stored == jnp.int8
-    largest = float(jnp.iinfo(jnp.int8).max if is_int8 else jnp.finfo(FP8).max)
-    scale = scale_of(amax_of(values), largest)
-    by_head = jax.lax.broadcast_in_dim(scale, values.shape, range(values.ndim - 1))
-    quotients = quotient(values, by_head)
-    if not is_int8:
+    amax = quantizing.amax_of(values)
+    largest = _LARGEST[stored.name]
+    scale = quantizing.scale_of(amax, largest)
+    quotients = quantizing.divided(values, scale)
+    if stored != jnp.int8:
         return narrow(quotients, FP8), scale
     whole = jnp.clip(jnp.rint(quotients), -largest, largest)  # ties to even
     return jnp.where(jnp.isnan(whole), 0, whole).astype(jnp.int8), scale
+
+
+def _quantized_in_kernel(
+    values: Float32[Array, "*n dim"], stored: Any
+) -> tuple[Shaped[Array, "*n dim"], Float32[Array, "*n"]]:
+    """As ``_quantized``, without the slow conversions."""
+    amax = quantizing.amax_of(values)
+    scale = quantizing.scale_of(amax, _LARGEST[stored.name])
+    quotients = quantizing.divided_in_kernel(values, amax, scale)
+    if stored != jnp.int8:
+        return narrow(quotients, FP8), scale
+    # The lowest bits of the sum are the whole number.
+    whole = jax.lax.bitcast_convert_type(quotients + _NO_FRACTIONS, jnp.int32)
+    return jnp.where(jnp.isnan(quotients), 0, whole).astype(jnp.int8), scale
 
 
 def _mosaic_gpu(
@@ -114,7 +133,7 @@ def _launch(planes: Any, layer: Any, slots: Any, k: Any, v: Any, first_slot: int
     num_tokens = slots.shape[0]
     num_layers, num_rows, num_heads = planes[1].shape
     given, stored = heads.of(k, v), heads.of(*planes[::2])
-    block_tokens = heads.block_tokens((*given, *stored))
+    block_tokens = heads.block_tokens((*given, *stored), num_tokens)
     parts = range(2)  # K and V
 
     @functools.partial(
@@ -152,7 +171,7 @@ def _launch(planes: Any, layer: Any, slots: Any, k: Any, v: Any, first_slot: int
                 _, head_dim, dtype = stored[part]
                 for some in heads.chunks(num_heads, head_dim):
                     values = plgpu.layout_cast(given_smem[part][i, some], heads.registers(head_dim))
-                    numbers, scale = _quantized(values.astype(jnp.float32), dtype)
+                    numbers, scale = _quantized_in_kernel(values.astype(jnp.float32), dtype)
                     stored_smem[part][i, some] = numbers
                     scales_smem[part][i, some] = scale
 

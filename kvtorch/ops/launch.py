@@ -99,11 +99,6 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length() if number > 1 else 1
 
 
-def tokens_per_program(num_tokens: int, most: int) -> int:
-    """How many rows a program copies: ``most``, or one where that leaves multiprocessors idle."""
-    return max(1, most) if num_tokens > FEW_TOKENS else 1
-
-
 def why_not(*tensors: torch.Tensor) -> str | None:
     """Why no kernel can run on these tensors, or ``None``."""
     if _IS_ROCM:  # whose devices torch calls CUDA devices, too
@@ -135,13 +130,13 @@ def of_parts(latent_dim: int, rope_dim: int, tile: int, few: bool) -> tuple[int,
     return latent_dim, rope_dim, *blocks, 1 if few else max(1, tile // max(blocks))
 
 
-def as_part(part: torch.Tensor) -> tuple[torch.Tensor, int, Any]:
-    """A part of rows with each row contiguous, its stride, and what of that is compiled for."""
-    if part.is_contiguous():
-        return part, part.shape[-1], None
-    part = in_rows(part, part.dim() - 1)
-    stride = part.stride()[0]
-    return part, stride, (stride % 16 == 0, stride == 1)
+def as_rows(values: torch.Tensor, width: int) -> tuple[torch.Tensor, int, Any]:
+    """``[n, *row]`` with each row contiguous, their stride, and what of that is compiled for."""
+    if values.is_contiguous():
+        return values, width, None
+    values = in_rows(values, values.dim() - 1)
+    stride = values.stride()[0]
+    return values, stride, (stride % 16 == 0, stride == 1)
 
 
 def in_rows(values: torch.Tensor, num_row_dims: int) -> torch.Tensor:

@@ -101,9 +101,11 @@ def _kernel(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     of_batch = token < num_tokens
     slot = tl.load(slots + token, mask=of_batch, other=-1).to(tl.int64)
-    there = ((slot >= first_slot) & (slot < num_rows))[:, None]
-    row = (layer.to(tl.int64) * num_rows + slot)[:, None]
-    scale = tl.load(scales + row, mask=there, other=0.0)
+    there = (slot >= first_slot) & (slot < num_rows)
+    row = layer.to(tl.int64) * num_rows + slot
+    # Loaded before they get another dimension, along which each thread would load one again.
+    scale = tl.load(scales + row, mask=there, other=0.0)[:, None]
+    row, there = row[:, None], there[:, None]
     column = tl.arange(0, LATENT_BLOCK)[None, :]
     stored = latents + row * LATENT + column
     latent_row = tl.load(stored, mask=there & (column < LATENT), other=0.0)

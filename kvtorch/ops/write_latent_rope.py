@@ -131,10 +131,11 @@ def _triton(
     num_tokens = slots.shape[0]
     if not num_tokens:
         return
-    latent, latent_stride, latent_key = launch.as_part(latent)
-    rope, rope_stride, rope_key = launch.as_part(rope)
+    latent_dim, rope_dim = latent.shape[-1], rope.shape[-1]
+    latent, latent_stride, latent_key = launch.as_rows(latent, latent_dim)
+    rope, rope_stride, rope_key = launch.as_rows(rope, rope_dim)
     few = num_tokens <= launch.FEW_TOKENS
-    constants = launch.of_parts(latent.shape[-1], rope.shape[-1], TILE, few)
+    constants = launch.of_parts(latent_dim, rope_dim, TILE, few)
     launch.launch(
         _kernel,
         (-(-num_tokens // constants[-1]), 1, 1),

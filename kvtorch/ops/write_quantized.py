@@ -10,19 +10,11 @@ import triton
 import triton.language as tl
 
 from kvjax.dispatch import Implementation, select
-from kvtorch.ops import launch, library, write_rows
+from kvtorch.ops import launch, library, quantizing, write_rows
 from kvtorch.ops.narrow import narrow
 
 STORED = torch.float8_e4m3fn
-LARGEST = torch.finfo(STORED).max
-SMALLEST_AMAX = 1e-26
-"""What a smaller amax counts as, so that rows of zeros have a scale. Source: TokenSpeed (B-Q)."""
-
-# What the kernel is told of numbers, by the dtype of ropes.
-_LIMITS = {
-    dtype: (SMALLEST_AMAX, torch.finfo(torch.float32).max, LARGEST, torch.finfo(dtype).max)
-    for dtype in (torch.float32, torch.bfloat16)
-}
+_LARGEST_ROPE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16)}
 
 # Latents a program writes: as in write_latent_rope, whose measurements these are.
 TILE = 2048
@@ -96,10 +88,7 @@ def reference(
     """The specification, in plain torch."""
     latents, _, ropes = planes
     latent, rope = latent.flatten(1).float(), rope.flatten(1).float()
-    amax = latent.abs().amax(-1, keepdim=True)
-    amax = amax.clamp(SMALLEST_AMAX, torch.finfo(torch.float32).max)  # NaN stays NaN
-    # By a tensor: by a number, torch multiplies with its inverse on GPU.
-    scale = amax / torch.full((), LARGEST, dtype=torch.float32, device=amax.device)
+    scale = quantizing.scales_of(latent, torch.finfo(STORED).max)
     largest = torch.finfo(ropes.dtype).max
     rows = (
         narrow(latent / scale, latents.dtype),
@@ -129,9 +118,6 @@ def _kernel(
     LATENT_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
-    SMALLEST_AMAX: tl.constexpr,
-    LARGEST_AMAX: tl.constexpr,
-    LARGEST: tl.constexpr,
     LARGEST_ROPE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -148,13 +134,10 @@ def _kernel(
     mask = of_batch[:, None] & (rope_column < ROPE)
     source = rope + (token * rope_stride)[:, None] + rope_column
     rope_row = launch.widened(tl.load(source, mask=mask, other=0.0))
-    # The bits of numbers without sign are ordered as the numbers are, and NaNs come last; the
-    # maximum of floats would lose them.
-    magnitudes = latent_row.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.cast(tl.max(magnitudes, 1, keep_dims=True), tl.float32, bitcast=True)
-    amax = tl.clamp(amax, SMALLEST_AMAX, LARGEST_AMAX, propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.div_rn(amax, LARGEST)
-    latent_row = launch.narrowed(tl.div_rn(latent_row, scale), latents.dtype.element_ty)
+    amax = quantizing.amax_of(latent_row)
+    scale = tl.div_rn(amax, launch.E4M3FN_MAX)
+    latent_row = quantizing.quotients(latent_row, amax, scale)
+    latent_row = launch.narrowed(latent_row, latents.dtype.element_ty)
     rope_row = tl.div_rn(rope_row, scale)
     rope_row = tl.clamp(
         rope_row, -LARGEST_ROPE, LARGEST_ROPE, propagate_nan=tl.PropagateNan.ALL
@@ -178,24 +161,29 @@ def _triton(
     if not num_tokens:
         return
     latents, scales, ropes = planes
-    latent, latent_stride, latent_key = launch.as_part(latent)
-    rope, rope_stride, rope_key = launch.as_part(rope)
+    latent_dim, rope_dim = latent.shape[-1], rope.shape[-1]
+    latent, latent_stride, latent_key = launch.as_rows(latent, latent_dim)
+    rope, rope_stride, rope_key = launch.as_rows(rope, rope_dim)
     few = num_tokens <= launch.FEW_TOKENS
-    constants = launch.of_parts(latent.shape[-1], rope.shape[-1], TILE, few)
-    strides, limits = (latent_stride, rope_stride), _LIMITS[ropes.dtype]
+    constants = launch.of_parts(latent_dim, rope_dim, TILE, few)
+    strides = latent_stride, rope_stride
     launch.launch(
         _kernel,
         (-(-num_tokens // constants[-1]), 1, 1),
         (slots.dtype, ropes.dtype, latent.dtype, latent_key, rope.dtype, rope_key, constants),
         (slots.contiguous(), latents, scales, ropes, latent, rope),
-        (layer, num_tokens, latents.shape[1], first_slot, *strides, *constants, *limits),
+        (
+            *(layer, num_tokens, latents.shape[1], first_slot, *strides),
+            *constants,
+            _LARGEST_ROPE[ropes.dtype],
+        ),
     )
 
 
 def triton_why_not(planes: Sequence[torch.Tensor]) -> str | None:
     """Why no kernel can run on these planes, or ``None``."""
     ropes = planes[2].dtype
-    if ropes not in _LIMITS:
+    if ropes not in _LARGEST_ROPE:
         return f"takes ropes of float32 or bfloat16, not {ropes}"
     return launch.why_not_rows(planes)
 

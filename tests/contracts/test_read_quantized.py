@@ -132,7 +132,7 @@ def test_the_kernel_lowers_for_cuda(case, dtype):
         (512, 8, FP8, "8 bytes is not a multiple of 16"),
         (512, 4, "float32", "8 bytes"),
         (120, 64, "bfloat16", "120 bytes"),
-        (7168, 1024, "bfloat16", "8192 numbers are more than a block can stage"),
+        (15360, 1024, "bfloat16", "16384 numbers are more than a block can stage"),
     ],
 )
 def test_what_the_kernel_cannot_read(latent_dim, rope_dim, dtype, reason):

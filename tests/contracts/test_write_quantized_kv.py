@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import write_quantized
+from kvjax.ops import quantizing
 from kvjax.ops import write_quantized_kv as op
 from tests import cases, oracles
 from tests.implementations import INTERPRETED, for_examples, on_cases, run
@@ -181,11 +181,10 @@ def away_from_zero(values):
 @pytest.mark.parametrize(
     "stored, module, what, wrong",
     [
-        ("int8", write_quantized, "quotient", times_the_inverse),
-        ("int8", op, "quotient", times_the_inverse),
-        ("uint8", op, "quotient", times_the_inverse),
+        ("int8", quantizing, "quotient", times_the_inverse),
+        ("uint8", quantizing, "quotient", times_the_inverse),
         ("uint8", op, "narrow", not_saturated),
-        ("int8", write_quantized, "SMALLEST_AMAX", 1e-20),
+        ("int8", quantizing, "SMALLEST_AMAX", 1e-20),
         ("int8", jnp, "rint", away_from_zero),
     ],
 )

@@ -213,9 +213,7 @@ def test_an_implementation_that_cannot_run_says_why():
         write_quantized(*args, first_slot=4, implementation="triton")
 
 
-ARGUMENTS = (
-    "i, f8, f, b, b, b, 1, n, n + 9, 4, 16, 16, 16, 8, 16, 8, 4, 1e-26, 3e38, 448.0, 3e38, True"
-)
+ARGUMENTS = "i, f8, f, b, b, b, 1, n, n + 9, 4, 16, 16, 16, 8, 16, 8, 4, 3e38, True"
 
 
 def test_compiles_once_for_all_sizes():
@@ -231,6 +229,6 @@ def test_b_q_compiled_quotients_are_rounded_once_and_casts_saturate():
 
 @pytest.mark.parametrize("model", ["f", "b"])
 def test_compiles_for_every_dtype_that_values_may_have(model):
-    constants = "100, 28, 128, 32, 1, 1e-26, 3e38, 448.0, 3e38, True"
+    constants = "100, 28, 128, 32, 1, 3e38, True"
     arguments = f"i, f8, f, {model}, n, n, 1, 7, 16, 4, 100, 28, {constants}"
     assert compiled.times("write_quantized", arguments, compiled.FLOATS) == 5
