@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvtorch.ops import launch
+
 SMALLEST_AMAX = 1e-26
 """What a smaller amax counts as, so that rows of zeros have a scale. Source: TokenSpeed (B-Q)."""
 
@@ -21,6 +23,17 @@ def scales_of(values: torch.Tensor, largest: float) -> torch.Tensor:
     amax = amax.clamp(SMALLEST_AMAX, torch.finfo(torch.float32).max)  # NaN stays NaN
     # By a tensor: by a number, torch multiplies with its inverse on GPU.
     return amax / torch.full((), largest, dtype=torch.float32, device=amax.device)
+
+
+@triton.jit
+def loaded(source, mask, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of rows in float32; zeros in the columns that only fill a block."""
+    numbers = launch.widened(tl.load(source, mask=mask, other=0.0))
+    if WIDTH != BLOCK:
+        # Again: of zeros that were not loaded, ptxas (with Triton 3.6) makes twos when they are fp8
+        # and half of a thread's numbers.
+        numbers = tl.where(column < WIDTH, numbers, 0.0)
+    return numbers
 
 
 @triton.jit

@@ -129,11 +129,11 @@ def _kernel(
     column = tl.arange(0, LATENT_BLOCK)[None, :]
     mask = of_batch[:, None] & (column < LATENT)
     source = latent + (token * latent_stride)[:, None] + column
-    latent_row = launch.widened(tl.load(source, mask=mask, other=0.0))
+    latent_row = quantizing.loaded(source, mask, column, LATENT, LATENT_BLOCK)
     rope_column = tl.arange(0, ROPE_BLOCK)[None, :]
     mask = of_batch[:, None] & (rope_column < ROPE)
     source = rope + (token * rope_stride)[:, None] + rope_column
-    rope_row = launch.widened(tl.load(source, mask=mask, other=0.0))
+    rope_row = quantizing.loaded(source, mask, rope_column, ROPE, ROPE_BLOCK)
     amax = quantizing.amax_of(latent_row)
     scale = tl.div_rn(amax, launch.E4M3FN_MAX)
     latent_row = quantizing.quotients(latent_row, amax, scale)

@@ -130,8 +130,7 @@ def _write(
     column = tl.arange(0, BLOCK)[None, :]
     # Loading does not wait for the slots.
     source = values + (token * stride + head * DIM)[:, None] + column
-    numbers = tl.load(source, mask=of_batch[:, None] & (column < DIM), other=0.0)
-    numbers = launch.widened(numbers)
+    numbers = quantizing.loaded(source, of_batch[:, None] & (column < DIM), column, DIM, BLOCK)
     amax = quantizing.amax_of(numbers)
     scale = tl.div_rn(amax, LARGEST)
     quotients = quantizing.quotients(numbers, amax, scale)

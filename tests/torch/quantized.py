@@ -61,6 +61,7 @@ FOR_GPU = [
     *(Case(512, 64, num_tokens=n) for n in (0, 1, 61, 2053)),
     *(Case(*widths, "float32", "float32", 33) for widths in WIDTHS[1:]),
     *(Case(16, 8, dtype, source, 1291) for source in SOURCES for dtype in ("float32", "bfloat16")),
+    *(Case(24, 8, "bfloat16", source, 1291) for source in SOURCES),
 ]
 REFERENCE_ON_GPU = [Case(512, 64, num_tokens=61), Case(5, 3, "float32", "float32")]
 
