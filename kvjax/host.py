@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from kvjax.geometry import DTYPE_BYTES, Geometry, PlaneSpec
+from kvjax.geometry import Geometry, PlaneSpec
 from kvjax.pools import pool
 from kvjax.pools.pool import Pool
 
@@ -18,7 +18,13 @@ from kvjax.pools.pool import Pool
 _PORTABLE_AND_MAPPED = 0x01 | 0x02
 # dlpack.h: kDLCUDA, and (kind, bits) of the dtypes that planes are stored in.
 _DL_CUDA = 2
-_DL_DTYPES = {"float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16), "uint8": (1, 8)}
+_DL_DTYPES = {
+    "int8": (0, 8),
+    "uint8": (1, 8),
+    "float16": (2, 16),
+    "float32": (2, 32),
+    "bfloat16": (4, 16),
+}
 
 
 def create(geometry: Geometry) -> Pool:
@@ -64,10 +70,10 @@ class _Pinned:
         return _DL_CUDA, 0
 
     def __dlpack__(self, **_: Any) -> Any:
-        num_bytes = math.prod(self._shape) * DTYPE_BYTES.get(self._dtype, 1)
+        kind, bits = _DL_DTYPES[self._dtype]
+        num_bytes = math.prod(self._shape) * bits // 8
         address = _allocate(num_bytes)
         ctypes.memset(address, 0, num_bytes)
-        kind, bits = _DL_DTYPES[self._dtype]
         shape = (ctypes.c_int64 * len(self._shape))(*self._shape)
         managed = _ManagedTensor(
             data=address,

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import host
+from tests.pools.junk import GEOMETRIES
 
 GEOMETRY = kvjax.MHAGeometry(64, 16, 3, 2, 16, "bfloat16", v_head_dim=32, v_dtype="float8_e4m3fn")
 TIERS = [pytest.param(None, id="here"), pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
@@ -53,6 +54,13 @@ def test_one_layer_at_a_time():
     for have, want in zip(bits(kvjax.gather(tier, [7])), bits(rows), strict=True):
         np.testing.assert_array_equal(have[1, 0], want[1, 50 - 16])
         assert not have[[0, 2]].any()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_every_dtype_that_planes_have_can_be_pinned(geometry):
+    for spec in geometry.planes:
+        _, num_bits = host._DL_DTYPES[spec.storage_dtype]
+        assert num_bits == 8 * spec.itemsize
 
 
 def test_slot_0_is_a_slot_and_there_is_no_padding_page():
