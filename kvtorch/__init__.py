@@ -1,6 +1,7 @@
 """KV-cache memory pools for PyTorch engines, sharing their memory with kvjax.
 
-Names load on first use (PEP 562), so that ``import kvtorch`` alone costs nothing.
+Names load on first use (PEP 562), so that ``import kvtorch`` alone costs nothing. ``__init__.pyi``
+says the same to type checkers and editors.
 """
 
 import importlib

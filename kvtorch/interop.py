@@ -172,7 +172,7 @@ class Adoption:
 
     @property
     def pool(self) -> Any:
-        """The torch pool, SGLang's or, of quantised rows, TokenSpeed's."""
+        """The torch pool, SGLang's or, of quantised latent rows, TokenSpeed's."""
         if self._pool is None:
             raise RuntimeError("the memory was given back to JAX by release()")
         return self._pool

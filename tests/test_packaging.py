@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
+import kvtorch
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"jax", "jaxlib", "numpy", "torch"}
@@ -47,10 +48,11 @@ def test_every_public_name_is_there(name):
     assert name in dir(kvjax)
 
 
-def test_type_checkers_are_told_the_same_names():
-    stub = ast.parse((ROOT / "kvjax/__init__.pyi").read_text())
+@pytest.mark.parametrize("package", [kvjax, kvtorch], ids=["kvjax", "kvtorch"])
+def test_type_checkers_are_told_the_same_names(package):
+    stub = ast.parse((ROOT / package.__name__ / "__init__.pyi").read_text())
     told = {node.names[0].asname: node.module for node in stub.body}
-    assert told == kvjax._HOMES
+    assert told == package._HOMES
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -2,7 +2,7 @@
 
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import read_rows, row_copy, write_rows
-from kvjax.ops.row_copy import Side
+from kvjax.ops.sides import Side
 from kvjax.ops.types import Layer, Planes, Slots, SourcePlanes
 
 

@@ -5,7 +5,7 @@ from jaxtyping import Array, Shaped
 
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import read_rows, row_copy
-from kvjax.ops.row_copy import Side
+from kvjax.ops.sides import Side
 from kvjax.ops.types import Layer, Slots
 
 Plane = Shaped[Array, "layers rows 1 width"]

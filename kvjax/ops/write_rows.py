@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import row_copy
-from kvjax.ops.row_copy import Side
+from kvjax.ops.sides import Side
 from kvjax.ops.types import Layer, Planes, Rows, Slots
 from kvjax.slots import absent_as
 

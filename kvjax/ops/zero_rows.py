@@ -2,7 +2,7 @@
 
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import row_copy
-from kvjax.ops.row_copy import Side
+from kvjax.ops.sides import Side
 from kvjax.ops.types import Planes, Slots
 from kvjax.slots import absent_as
 

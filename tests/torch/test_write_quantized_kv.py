@@ -338,7 +338,8 @@ def test_what_is_read_is_near_what_was_given(stored, name):
         error = np.abs((rows * scale).astype(np.float64) - given)
         step = scale.astype(np.float64)
         half = step / 2 if stored == INT8 else np.maximum(np.abs(given) * 2.0**-4, step * 2.0**-10)
-        assert (error <= half * (1 + 2.0**-20)).all()
+        # Quotient and product are rounded as well, at up to 127 scales.
+        assert (error <= half * (1 + 2.0**-15)).all()
         assert (error > half / 2).any()  # and the bound is not loose
 
 

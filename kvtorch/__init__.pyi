@@ -1,0 +1,11 @@
+from kvjax.checks_mode import checks as checks
+from kvjax.errors import GeometryError as GeometryError
+from kvjax.errors import UnsupportedError as UnsupportedError
+from kvtorch.allocators import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
+from kvtorch.allocators import TokenToKVPoolAllocator as TokenToKVPoolAllocator
+from kvtorch.interop import adopt as adopt
+from kvtorch.patching import patch as patch
+from kvtorch.pools.mha import MHATokenToKVPool as MHATokenToKVPool
+from kvtorch.pools.mla import MLATokenToKVPool as MLATokenToKVPool
+from kvtorch.pools.quantized_mha import QuantizedMHATokenToKVPool as QuantizedMHATokenToKVPool
+from kvtorch.request_table import ReqToTokenPool as ReqToTokenPool
