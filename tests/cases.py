@@ -147,6 +147,10 @@ def quantized(latent_dim, rope_dim, dtype, given, *args):
 
 
 _F32, _BF16, _F16 = "float32", "bfloat16", "float16"
+_EIGHT_A_BLOCK = (
+    *ONE_BLOCK,
+    *((f"{name}_quantized.MAX_TOKENS", 8) for name in ("write", "read")),
+)
 MANY_QUANTIZED = [
     *(quantized(64, 32, _BF16, (_F32, _F32), num_tokens) for num_tokens in (0, 1, 7, 33)),
     *(quantized(64, 32, _BF16, (_F32, _F32), 7, layer) for layer in (0, 1, -1, 2)),
@@ -159,14 +163,18 @@ FEW_QUANTIZED = [
     quantized(64, 32, _BF16, (_F32, _F32), 0),
     quantized(64, 32, _F32, (_F32, _F32), 3, -1),
     quantized(512, 64, _BF16, (_BF16, _BF16), 5, TRACED, ONE_BLOCK),
-    quantized(112, 48, _F32, (_F16, _BF16), 4),
-    quantized(272, 144, _BF16, (_F32, _F16), 3),
+    quantized(112, 48, _F32, (_F16, _BF16), 6, TRACED, ONE_BLOCK),
+    quantized(272, 144, _BF16, (_F32, _F16), 3, TRACED, ONE_BLOCK),
+    quantized(16, 8, _F32, (_F32, _F32), 11, TRACED, _EIGHT_A_BLOCK),  # warps have two rows each
 ]
 QUANTIZED_FOR_GPU = [
     quantized(512, 64, _BF16, (_BF16, _BF16), 2053),
     quantized(512, 64, _F32, (_F32, _F16), 33),
     quantized(112, 48, _BF16, (_F16, _BF16), 64),
     quantized(512, 64, _BF16, (_BF16, _BF16), 0),
+    quantized(16, 8, _BF16, (_BF16, _BF16), 2053),
+    quantized(272, 144, _BF16, (_F32, _F16), 33, TRACED, _EIGHT_A_BLOCK),
+    quantized(4096, 144, _F32, (_F32, _F32), 9, TRACED, ONE_BLOCK),
 ]
 TO_LOWER_QUANTIZED = [case for case in FEW_QUANTIZED if case.num_tokens]
 

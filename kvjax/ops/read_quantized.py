@@ -13,7 +13,14 @@ from kvjax.dispatch import Implementation, select
 from kvjax.ops import quantizing, read_rows, row_copy
 from kvjax.ops.narrow import narrow
 from kvjax.ops.types import Layer, Planes, Slots
-from kvjax.ops.write_quantized import LATENT_DTYPE, MAX_TOKENS, cannot_stage, padded
+from kvjax.ops.write_quantized import (
+    LATENT_DTYPE,
+    MAX_TOKENS,
+    cannot_stage,
+    registers,
+    staged,
+    warp_of,
+)
 from kvjax.slots import are_there
 
 Part = Float[Array, "n 1 _"]
@@ -93,70 +100,77 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
     block_tokens = quantizing.block_tokens(num_tokens, MAX_TOKENS)
     widths = [part.shape[-1] for part in parts]
 
-    def staged(*dtypes):
-        return [
-            plgpu.SMEM((block_tokens, padded(width)), dtype)
-            for width, dtype in zip(widths, dtypes, strict=True)
-        ]
-
     @functools.partial(
         plgpu.kernel,
         grid=(pl.cdiv(num_tokens, block_tokens),),
         grid_names=("block",),
         scratch_types=(
-            staged(planes[0].dtype, planes[2].dtype),
-            staged(*(part.dtype for part in parts)),
+            [staged(block_tokens, plane) for plane in planes[::2]],
+            [staged(block_tokens, part) for part in parts],
             plgpu.Barrier(num_arrivals=block_tokens * len(parts)),
         ),
+        # Safe: a warp alone touches its tokens' rows, and they are committed before copies do.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="read_quantized",
     )
     def kernel(layer_gmem, slots_gmem, latents_gmem, scales_gmem, ropes_gmem, *refs):
         *parts_gmem, stored_smem, read_smem, loaded = refs
         first = jax.lax.axis_index("block") * block_tokens
-        # Columns beyond the row are computed with, and not written.
-        for smem, width in zip(stored_smem, widths, strict=True):
-            if width < smem.shape[-1]:
-                smem[...] = jnp.zeros_like(smem)
-        plgpu.commit_smem()
-        places = []
+        sources = []
         for i in range(block_tokens):
             place, slot = layer_gmem[0], slots_gmem[jnp.minimum(first + i, num_tokens - 1)]
             there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
-            place, slot = jnp.where(there, place, 0), jnp.where(there, slot, 0)
-            places.append((place, slot, there))
-            for gmem, smem, width in zip(
-                (latents_gmem, ropes_gmem), stored_smem, widths, strict=True
-            ):
-                plgpu.copy_gmem_to_smem(
-                    gmem.at[place, slot],
-                    smem.at[i, pl.ds(0, width)],
-                    loaded,
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
+            sources.append((jnp.where(there, place, 0), jnp.where(there, slot, 0), there))
+
+        @plgpu.warp_map
+        def _load(warp):
+            for i, (place, slot, _) in enumerate(sources):
+
+                @pl.when(warp == warp_of(i))
+                def _load_token(i=i, place=place, slot=slot):
+                    for gmem, smem, width in zip(
+                        (latents_gmem, ropes_gmem), stored_smem, widths, strict=True
+                    ):
+                        plgpu.copy_gmem_to_smem(
+                            gmem.at[place, slot],
+                            smem.at[i, pl.ds(0, width)],
+                            loaded,
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                        )
+
+        scales = [scales_gmem[place, slot, 0] for place, slot, _ in sources]
         plgpu.barrier_wait(loaded)
-        for i, (place, slot, there) in enumerate(places):
-
-            @pl.when(there)
-            def _read(i=i, place=place, slot=slot):
-                scale = scales_gmem[place, slot, 0]
-                numbers = _as_float32(*(smem[i] for smem in stored_smem))
-                for part, smem in zip(numbers, read_smem, strict=True):
-                    smem[i] = narrow(part * scale, dtype)
-
-            @pl.when(jnp.logical_not(there))
-            def _read_zeros(i=i):
-                for smem in read_smem:
-                    smem[i] = jnp.zeros(smem.shape[1:], smem.dtype)
-
+        numbers = _as_float32(
+            *(
+                plgpu.layout_cast(smem[...], registers(width))
+                for smem, width in zip(stored_smem, widths, strict=True)
+            )
+        )
+        for part, smem, width in zip(numbers, read_smem, widths, strict=True):
+            rows = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=registers(width))
+            by_row, is_there = jnp.zeros_like(part), rows < 0
+            for i, (scale, (_, _, there)) in enumerate(zip(scales, sources, strict=True)):
+                by_row = jnp.where(rows == i, scale, by_row)
+                is_there |= (rows == i) & there
+            products = jnp.where(is_there, part * by_row, 0.0)
+            smem[...] = narrow(products, dtype)
         plgpu.commit_smem()
-        for i in range(block_tokens):
 
-            @pl.when(first + i < num_tokens)
-            def _store(i=i):
-                for smem, gmem, width in zip(read_smem, parts_gmem, widths, strict=True):
-                    plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, width)], gmem.at[0, first + i])
+        @plgpu.warp_map
+        def _store(warp):
+            for i in range(block_tokens):
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                @pl.when((warp == warp_of(i)) & (first + i < num_tokens))
+                def _store_token(i=i):
+                    for smem, gmem, width in zip(read_smem, parts_gmem, widths, strict=True):
+                        plgpu.copy_smem_to_gmem(
+                            smem.at[i, pl.ds(0, width)],
+                            gmem.at[0, first + i],
+                            commit_group=False,
+                        )
+
+            plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel(layer, slots, *planes, *parts)
 

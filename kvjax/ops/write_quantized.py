@@ -19,11 +19,10 @@ LATENT_DTYPE = "float8_e4m3fn"
 
 _LARGEST = float(jnp.finfo(LATENT_DTYPE).max)
 
-# One H200, 4 096 tokens of 512 + 64: 5.7 us with 2 tokens a block, 6.1 with 1, 6.2 with 4;
-# 16 tokens: 1.6 us with 1, 2.0 with 2.
-MAX_TOKENS = 2
+# Chosen, not measured: as many as a warpgroup has warps, each of which has a row to itself.
+MAX_TOKENS = 4
 
-_LANES = 128  # of a warpgroup
+_WARPS, _LANES = 4, 32  # of a warpgroup, of a warp
 
 Part = Float[Array, "n 1 _"]
 
@@ -111,85 +110,128 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
     block_tokens = quantizing.block_tokens(num_tokens, MAX_TOKENS)
     parts = latent, rope
     widths = [part.shape[-1] for part in parts]
-    stored = [planes[0].dtype, planes[2].dtype]
-
-    def staged(dtypes):
-        return [
-            plgpu.SMEM((block_tokens, padded(width)), dtype)
-            for width, dtype in zip(widths, dtypes, strict=True)
-        ]
 
     @functools.partial(
         plgpu.kernel,
         grid=(pl.cdiv(num_tokens, block_tokens),),
         grid_names=("block",),
         scratch_types=(
-            staged([part.dtype for part in parts]),
-            staged(stored),
+            [staged(block_tokens, part) for part in parts],
+            [staged(block_tokens, plane) for plane in planes[::2]],
+            plgpu.SMEM((_rows(block_tokens),), planes[1].dtype),
             plgpu.Barrier(num_arrivals=block_tokens * len(parts)),
         ),
+        # Safe: a warp alone touches its tokens' rows, and what others or copies read is committed.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="write_quantized",
     )
     def kernel(layer_gmem, slots_gmem, latent_gmem, rope_gmem, *refs):
-        latents_gmem, scales_gmem, ropes_gmem, given_smem, stored_smem, loaded = refs
+        latents_gmem, scales_gmem, ropes_gmem, given_smem, stored_smem, scales_smem, loaded = refs
         first = jax.lax.axis_index("block") * block_tokens
-        # The columns that are there for the lanes alone must not count as magnitudes.
-        for smem, width in zip(given_smem, widths, strict=True):
-            if width < smem.shape[-1]:
-                smem[...] = jnp.zeros_like(smem)
-        plgpu.commit_smem()
-        for i in range(block_tokens):
-            token = jnp.minimum(first + i, num_tokens - 1)
-            for gmem, smem, width in zip((latent_gmem, rope_gmem), given_smem, widths, strict=True):
-                plgpu.copy_gmem_to_smem(
-                    gmem.at[token],
-                    smem.at[i, pl.ds(0, width)],
-                    loaded,
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
-        plgpu.barrier_wait(loaded)
-        scales = []
-        for i in range(block_tokens):
-            latent, rope = (smem[i].astype(jnp.float32) for smem in given_smem)
-            amax = quantizing.bounded(jnp.max(jnp.abs(latent)))  # in a kernel, NaN is the largest
-            scale = quantizing.scale_of(amax, _LARGEST)
-            quotients = quantizing.divided_in_kernel(latent, amax, scale)
-            stored_smem[0][i] = narrow(quotients, LATENT_DTYPE)
-            stored_smem[1][i] = _scaled(rope, scale, stored_smem[1])
-            scales.append(scale)
-        plgpu.commit_smem()
+
+        @plgpu.warp_map
+        def _load(warp):
+            for i in range(block_tokens):
+                token = jnp.minimum(first + i, num_tokens - 1)
+
+                @pl.when(warp == warp_of(i))
+                def _load_token(i=i, token=token):
+                    for gmem, smem, width in zip(
+                        (latent_gmem, rope_gmem), given_smem, widths, strict=True
+                    ):
+                        plgpu.copy_gmem_to_smem(
+                            gmem.at[token],
+                            smem.at[i, pl.ds(0, width)],
+                            loaded,
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                        )
+
+        # Now, so that nobody waits for them alone.
         place = layer_gmem[0]
-        for i in range(block_tokens):
-            token = first + i
-            slot = slots_gmem[jnp.minimum(token, num_tokens - 1)]
-            there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
+        targets = [slots_gmem[jnp.minimum(first + i, num_tokens - 1)] for i in range(block_tokens)]
+        plgpu.barrier_wait(loaded)
+        latent, rope = (
+            plgpu.layout_cast(smem[...], registers(width)).astype(jnp.float32)
+            for smem, width in zip(given_smem, widths, strict=True)
+        )
+        amax = quantizing.amax_of(_without_padding(latent, widths[0]))
+        scale = quantizing.scale_of(amax, _LARGEST)
+        quotients = quantizing.divided_in_kernel(latent, amax, scale)
+        stored_smem[0][...] = narrow(quotients, LATENT_DTYPE)
+        by_row = jax.lax.broadcast_in_dim(scale, rope.shape, (0,))
+        stored_smem[1][...] = _scaled(rope, by_row, stored_smem[1])
+        scales_smem[...] = scale
+        plgpu.commit_smem()
+        scales = [scales_smem[i] for i in range(block_tokens)]  # not by a warp in JAX 0.11
 
-            @pl.when(there & (token < num_tokens))
-            def _store(i=i, slot=slot):
-                scales_gmem[place, slot, 0] = scales[i]
-                for smem, gmem, width in zip(
-                    stored_smem, (latents_gmem, ropes_gmem), widths, strict=True
-                ):
-                    plgpu.copy_smem_to_gmem(smem.at[i, pl.ds(0, width)], gmem.at[place, slot])
+        @plgpu.warp_map
+        def _store(warp):
+            for i, (slot, scale) in enumerate(zip(targets, scales, strict=True)):
+                there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                @pl.when((warp == warp_of(i)) & there & (first + i < num_tokens))
+                def _store_token(i=i, slot=slot, scale=scale):
+                    scales_gmem[place, slot, 0] = scale
+                    for smem, gmem, width in zip(
+                        stored_smem, (latents_gmem, ropes_gmem), widths, strict=True
+                    ):
+                        plgpu.copy_smem_to_gmem(
+                            smem.at[i, pl.ds(0, width)], gmem.at[place, slot], commit_group=False
+                        )
+
+            plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel(layer, slots, latent, rope, *planes)
 
 
-def padded(width: int) -> int:
-    """The columns that a row is computed with: as many for each lane, and a power of two.
+def _without_padding(
+    numbers: Float32[Array, "rows padded"], width: int
+) -> Float32[Array, "rows padded"]:
+    """``numbers``, zeros in place of the columns that are there for the lanes alone."""
+    if width == numbers.shape[-1]:
+        return numbers
+    columns = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 1, layout=registers(width))
+    return jnp.where(columns < width, numbers, 0.0)
 
-    Of other multiples, JAX 0.11 cannot store zeros.
-    """
-    return _LANES * pl.next_power_of_2(pl.cdiv(width, _LANES))
+
+def staged(num_tokens: int, array: Any) -> Any:
+    """Shared memory for rows of ``array``, and for those that are there for the warps alone."""
+    return plgpu.SMEM((_rows(num_tokens), _padded(array.shape[-1])), array.dtype)
 
 
-def cannot_stage(*widths: int) -> str | None:
-    """Why a block cannot hold rows of these widths twice, with up to 4 bytes a number."""
-    num_bytes = MAX_TOKENS * 2 * 4 * sum(map(padded, widths))
+def registers(width: int) -> Any:
+    """Which thread has which numbers of ``staged`` rows; a row is all in one warp."""
+    vector = _vector(width)
+    tiling = plgpu.Tiling(((_WARPS, _LANES * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
+
+
+def warp_of(row: int) -> int:
+    """The warp that has this row of a block in its ``registers``."""
+    return row % _WARPS
+
+
+def _rows(num_tokens: int) -> int:
+    return pl.cdiv(num_tokens, _WARPS) * _WARPS
+
+
+def _vector(width: int) -> int:
+    """How many numbers a lane loads at once."""
+    return 2 if width <= 2 * _LANES else 4
+
+
+def _padded(width: int) -> int:
+    """The columns that a row is computed with: as many for each lane."""
+    at_once = _LANES * _vector(width)
+    return pl.cdiv(width, at_once) * at_once
+
+
+def cannot_stage(latent_dim: int, rope_dim: int) -> str | None:
+    """Why a block cannot hold such rows twice, the latent's in 8 bits once, with 32 bits else."""
+    num_bytes = _rows(MAX_TOKENS) * ((4 + 1) * _padded(latent_dim) + (4 + 4) * _padded(rope_dim))
     if num_bytes > row_copy.MAX_SHARED_BYTES:
-        return f"rows of {sum(widths)} numbers are more than a block can stage"
+        return f"rows of {latent_dim + rope_dim} numbers are more than a block can stage"
     return None
 
 
