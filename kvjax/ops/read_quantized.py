@@ -18,8 +18,9 @@ from kvjax.ops.write_quantized import (
     MAX_TOKENS,
     cannot_stage,
     registers,
+    row_of,
     staged,
-    warp_of,
+    turns,
 )
 from kvjax.slots import are_there
 
@@ -126,45 +127,47 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
         def _load(warp):
             for i, (place, slot, _) in enumerate(sources):
 
-                @pl.when(warp == warp_of(i))
+                @pl.when(warp == row_of(i)[1])
                 def _load_token(i=i, place=place, slot=slot):
                     for gmem, smem, width in zip(
                         (latents_gmem, ropes_gmem), stored_smem, widths, strict=True
                     ):
                         plgpu.copy_gmem_to_smem(
                             gmem.at[place, slot],
-                            smem.at[i, pl.ds(0, width)],
+                            smem.at[*row_of(i), pl.ds(0, width)],
                             loaded,
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
 
         scales = [scales_gmem[place, slot, 0] for place, slot, _ in sources]
         plgpu.barrier_wait(loaded)
-        numbers = _as_float32(
-            *(
-                plgpu.layout_cast(smem[...], registers(width))
-                for smem, width in zip(stored_smem, widths, strict=True)
+        for turn in range(turns(block_tokens)):
+            numbers = _as_float32(
+                *(
+                    plgpu.layout_cast(smem[turn], registers(width))
+                    for smem, width in zip(stored_smem, widths, strict=True)
+                )
             )
-        )
-        for part, smem, width in zip(numbers, read_smem, widths, strict=True):
-            rows = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=registers(width))
-            by_row, is_there = jnp.zeros_like(part), rows < 0
-            for i, (scale, (_, _, there)) in enumerate(zip(scales, sources, strict=True)):
-                by_row = jnp.where(rows == i, scale, by_row)
-                is_there |= (rows == i) & there
-            products = jnp.where(is_there, part * by_row, 0.0)
-            smem[...] = narrow(products, dtype)
+            for part, smem, width in zip(numbers, read_smem, widths, strict=True):
+                rows = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=registers(width))
+                by_row, is_there = jnp.zeros_like(part), rows < 0
+                for i, (scale, (_, _, there)) in enumerate(zip(scales, sources, strict=True)):
+                    if row_of(i)[0] == turn:
+                        is_row = rows == row_of(i)[1]
+                        by_row = jnp.where(is_row, scale, by_row)
+                        is_there |= is_row & there
+                smem[turn] = narrow(jnp.where(is_there, part * by_row, 0.0), dtype)
         plgpu.commit_smem()
 
         @plgpu.warp_map
         def _store(warp):
             for i in range(block_tokens):
 
-                @pl.when((warp == warp_of(i)) & (first + i < num_tokens))
+                @pl.when((warp == row_of(i)[1]) & (first + i < num_tokens))
                 def _store_token(i=i):
                     for smem, gmem, width in zip(read_smem, parts_gmem, widths, strict=True):
                         plgpu.copy_smem_to_gmem(
-                            smem.at[i, pl.ds(0, width)],
+                            smem.at[*row_of(i), pl.ds(0, width)],
                             gmem.at[0, first + i],
                             commit_group=False,
                         )

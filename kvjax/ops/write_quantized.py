@@ -118,7 +118,7 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
         scratch_types=(
             [staged(block_tokens, part) for part in parts],
             [staged(block_tokens, plane) for plane in planes[::2]],
-            plgpu.SMEM((_rows(block_tokens),), planes[1].dtype),
+            plgpu.SMEM((turns(block_tokens), _WARPS), planes[1].dtype),
             plgpu.Barrier(num_arrivals=block_tokens * len(parts)),
         ),
         # Safe: a warp alone touches its tokens' rows, and what others or copies read is committed.
@@ -134,14 +134,14 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
             for i in range(block_tokens):
                 token = jnp.minimum(first + i, num_tokens - 1)
 
-                @pl.when(warp == warp_of(i))
+                @pl.when(warp == row_of(i)[1])
                 def _load_token(i=i, token=token):
                     for gmem, smem, width in zip(
                         (latent_gmem, rope_gmem), given_smem, widths, strict=True
                     ):
                         plgpu.copy_gmem_to_smem(
                             gmem.at[token],
-                            smem.at[i, pl.ds(0, width)],
+                            smem.at[*row_of(i), pl.ds(0, width)],
                             loaded,
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
@@ -150,33 +150,36 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
         place = layer_gmem[0]
         targets = [slots_gmem[jnp.minimum(first + i, num_tokens - 1)] for i in range(block_tokens)]
         plgpu.barrier_wait(loaded)
-        latent, rope = (
-            plgpu.layout_cast(smem[...], registers(width)).astype(jnp.float32)
-            for smem, width in zip(given_smem, widths, strict=True)
-        )
-        amax = quantizing.amax_of(_without_padding(latent, widths[0]))
-        scale = quantizing.scale_of(amax, _LARGEST)
-        quotients = quantizing.divided_in_kernel(latent, amax, scale)
-        stored_smem[0][...] = narrow(quotients, LATENT_DTYPE)
-        by_row = jax.lax.broadcast_in_dim(scale, rope.shape, (0,))
-        stored_smem[1][...] = _scaled(rope, by_row, stored_smem[1])
-        scales_smem[...] = scale
+        for turn in range(turns(block_tokens)):
+            latent, rope = (
+                plgpu.layout_cast(smem[turn], registers(width)).astype(jnp.float32)
+                for smem, width in zip(given_smem, widths, strict=True)
+            )
+            amax = quantizing.amax_of(_without_padding(latent, widths[0]))
+            scale = quantizing.scale_of(amax, _LARGEST)
+            quotients = quantizing.divided_in_kernel(latent, amax, scale)
+            stored_smem[0][turn] = narrow(quotients, LATENT_DTYPE)
+            by_row = jax.lax.broadcast_in_dim(scale, rope.shape, (0,))
+            stored_smem[1][turn] = _scaled(rope, by_row, stored_smem[1])
+            scales_smem[turn] = scale
         plgpu.commit_smem()
-        scales = [scales_smem[i] for i in range(block_tokens)]  # not by a warp in JAX 0.11
+        scales = [scales_smem[row_of(i)] for i in range(block_tokens)]  # not by a warp in JAX 0.11
 
         @plgpu.warp_map
         def _store(warp):
             for i, (slot, scale) in enumerate(zip(targets, scales, strict=True)):
                 there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
 
-                @pl.when((warp == warp_of(i)) & there & (first + i < num_tokens))
+                @pl.when((warp == row_of(i)[1]) & there & (first + i < num_tokens))
                 def _store_token(i=i, slot=slot, scale=scale):
                     scales_gmem[place, slot, 0] = scale
                     for smem, gmem, width in zip(
                         stored_smem, (latents_gmem, ropes_gmem), widths, strict=True
                     ):
                         plgpu.copy_smem_to_gmem(
-                            smem.at[i, pl.ds(0, width)], gmem.at[place, slot], commit_group=False
+                            smem.at[*row_of(i), pl.ds(0, width)],
+                            gmem.at[place, slot],
+                            commit_group=False,
                         )
 
             plgpu.commit_smem_to_gmem_group()
@@ -197,23 +200,25 @@ def _without_padding(
 
 def staged(num_tokens: int, array: Any) -> Any:
     """Shared memory for rows of ``array``, and for those that are there for the warps alone."""
-    return plgpu.SMEM((_rows(num_tokens), _padded(array.shape[-1])), array.dtype)
+    # Eight rows that are loaded at once, JAX would swizzle, and copy by tensor maps.
+    return plgpu.SMEM((turns(num_tokens), _WARPS, _padded(array.shape[-1])), array.dtype)
+
+
+def turns(num_tokens: int) -> int:
+    """How often the warps take a row each."""
+    return pl.cdiv(num_tokens, _WARPS)
+
+
+def row_of(token: int) -> tuple[int, int]:
+    """The turn and the warp that a token of a block has its ``staged`` row in."""
+    return divmod(token, _WARPS)
 
 
 def registers(width: int) -> Any:
-    """Which thread has which numbers of ``staged`` rows; a row is all in one warp."""
+    """Which thread has which numbers of the rows of a turn; a row is all in one warp."""
     vector = _vector(width)
     tiling = plgpu.Tiling(((_WARPS, _LANES * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
-
-
-def warp_of(row: int) -> int:
-    """The warp that has this row of a block in its ``registers``."""
-    return row % _WARPS
-
-
-def _rows(num_tokens: int) -> int:
-    return pl.cdiv(num_tokens, _WARPS) * _WARPS
 
 
 def _vector(width: int) -> int:
@@ -229,7 +234,8 @@ def _padded(width: int) -> int:
 
 def cannot_stage(latent_dim: int, rope_dim: int) -> str | None:
     """Why a block cannot hold such rows twice, the latent's in 8 bits once, with 32 bits else."""
-    num_bytes = _rows(MAX_TOKENS) * ((4 + 1) * _padded(latent_dim) + (4 + 4) * _padded(rope_dim))
+    num_rows = turns(MAX_TOKENS) * _WARPS
+    num_bytes = num_rows * ((4 + 1) * _padded(latent_dim) + (4 + 4) * _padded(rope_dim))
     if num_bytes > row_copy.MAX_SHARED_BYTES:
         return f"rows of {latent_dim + rope_dim} numbers are more than a block can stage"
     return None

@@ -116,7 +116,9 @@ def test_a_wrong_implementation_is_caught():
     ],
     ids=str,
 )
-def test_the_kernel_lowers_for_cuda(case, dtype):
+def test_the_kernel_lowers_for_cuda(case, dtype, monkeypatch):
+    for constant, value in case.constants:
+        monkeypatch.setattr(f"kvjax.ops.{constant}", value)
     planes = tuple(jnp.zeros((2, case.num_rows, *shape), plane) for shape, plane in case.rows)
     read = jax.jit(partial(op._mosaic_gpu, first_slot=4, dtype=dtype))
     traced = read.trace(planes, jnp.int32(1), jnp.zeros(case.num_tokens, jnp.int32))
