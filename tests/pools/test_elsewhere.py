@@ -110,5 +110,6 @@ def test_on_the_cpu_beside_a_gpu(geometry):
     with jax.default_device(jax.devices("cpu")[0]):
         on_cpu = call_everything(geometry)
     for actual, wanted in zip(on_cpu, expected, strict=True):
-        is_subnormal = np.abs(wanted.astype(np.float32)) < np.finfo(np.float32).smallest_normal
-        oracles.assert_same_numbers(actual, wanted, is_subnormal)
+        # A subnormal scale makes numbers of up to 448 times as much.
+        is_tiny = np.abs(wanted.astype(np.float32)) < 448 * np.finfo(np.float32).smallest_normal
+        oracles.assert_same_numbers(actual, wanted, is_tiny)
