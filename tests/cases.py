@@ -147,10 +147,7 @@ def quantized(latent_dim, rope_dim, dtype, given, *args):
 
 
 _F32, _BF16, _F16 = "float32", "bfloat16", "float16"
-_EIGHT_A_BLOCK = (
-    *ONE_BLOCK,
-    *((f"{name}_quantized.MAX_TOKENS", 8) for name in ("write", "read")),
-)
+_EIGHT_A_BLOCK = (*ONE_BLOCK, ("latents._MAX_TOKENS", 8))
 MANY_QUANTIZED = [
     *(quantized(64, 32, _BF16, (_F32, _F32), num_tokens) for num_tokens in (0, 1, 7, 33)),
     *(quantized(64, 32, _BF16, (_F32, _F32), 7, layer) for layer in (0, 1, -1, 2)),

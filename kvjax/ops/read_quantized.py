@@ -10,18 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Shaped
 
 from kvjax.dispatch import Implementation, select
-from kvjax.ops import quantizing, read_rows, row_copy
+from kvjax.ops import latents, read_rows, row_copy
 from kvjax.ops.narrow import narrow
 from kvjax.ops.types import Layer, Planes, Slots
-from kvjax.ops.write_quantized import (
-    LATENT_DTYPE,
-    MAX_TOKENS,
-    cannot_stage,
-    registers,
-    row_of,
-    staged,
-    turns,
-)
+from kvjax.ops.write_quantized import LATENT_DTYPE
 from kvjax.slots import are_there
 
 Part = Float[Array, "n 1 _"]
@@ -98,7 +90,7 @@ def _mosaic_gpu(
 def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dtype: str) -> None:
     num_tokens = slots.shape[0]
     num_layers, num_rows, _ = planes[0].shape
-    block_tokens = quantizing.block_tokens(num_tokens, MAX_TOKENS)
+    block_tokens = latents.block_tokens(num_tokens)
     widths = [part.shape[-1] for part in parts]
 
     @functools.partial(
@@ -106,8 +98,8 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
         grid=(pl.cdiv(num_tokens, block_tokens),),
         grid_names=("block",),
         scratch_types=(
-            [staged(block_tokens, plane) for plane in planes[::2]],
-            [staged(block_tokens, part) for part in parts],
+            [latents.staged(block_tokens, plane) for plane in planes[::2]],
+            [latents.staged(block_tokens, part) for part in parts],
             plgpu.Barrier(num_arrivals=block_tokens * len(parts)),
         ),
         # Safe: a warp alone touches its tokens' rows, and they are committed before copies do.
@@ -127,33 +119,35 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
         def _load(warp):
             for i, (place, slot, _) in enumerate(sources):
 
-                @pl.when(warp == row_of(i)[1])
+                @pl.when(warp == latents.row_of(i)[1])
                 def _load_token(i=i, place=place, slot=slot):
                     for gmem, smem, width in zip(
                         (latents_gmem, ropes_gmem), stored_smem, widths, strict=True
                     ):
                         plgpu.copy_gmem_to_smem(
                             gmem.at[place, slot],
-                            smem.at[*row_of(i), pl.ds(0, width)],
+                            smem.at[*latents.row_of(i), pl.ds(0, width)],
                             loaded,
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
 
         scales = [scales_gmem[place, slot, 0] for place, slot, _ in sources]
         plgpu.barrier_wait(loaded)
-        for turn in range(turns(block_tokens)):
+        for turn in range(latents.turns(block_tokens)):
             numbers = _as_float32(
                 *(
-                    plgpu.layout_cast(smem[turn], registers(width))
+                    plgpu.layout_cast(smem[turn], latents.registers(width))
                     for smem, width in zip(stored_smem, widths, strict=True)
                 )
             )
             for part, smem, width in zip(numbers, read_smem, widths, strict=True):
-                rows = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=registers(width))
+                rows = plgpu.broadcasted_iota(
+                    jnp.int32, part.shape, 0, layout=latents.registers(width)
+                )
                 by_row, is_there = jnp.zeros_like(part), rows < 0
                 for i, (scale, (_, _, there)) in enumerate(zip(scales, sources, strict=True)):
-                    if row_of(i)[0] == turn:
-                        is_row = rows == row_of(i)[1]
+                    if latents.row_of(i)[0] == turn:
+                        is_row = rows == latents.row_of(i)[1]
                         by_row = jnp.where(is_row, scale, by_row)
                         is_there |= is_row & there
                 smem[turn] = narrow(jnp.where(is_there, part * by_row, 0.0), dtype)
@@ -163,11 +157,11 @@ def _launch(planes: Any, layer: Any, slots: Any, parts: Any, first_slot: int, dt
         def _store(warp):
             for i in range(block_tokens):
 
-                @pl.when((warp == row_of(i)[1]) & (first + i < num_tokens))
+                @pl.when((warp == latents.row_of(i)[1]) & (first + i < num_tokens))
                 def _store_token(i=i):
                     for smem, gmem, width in zip(read_smem, parts_gmem, widths, strict=True):
                         plgpu.copy_smem_to_gmem(
-                            smem.at[*row_of(i), pl.ds(0, width)],
+                            smem.at[*latents.row_of(i), pl.ds(0, width)],
                             gmem.at[0, first + i],
                             commit_group=False,
                         )
@@ -185,7 +179,7 @@ def cannot_read(planes: Planes, dtype: str) -> str | None:
     return (
         row_copy.cannot_copy((planes[0], planes[2]))
         or row_copy.cannot_copy(planes[:1], *num_bytes)  # it is a plane of bytes
-        or cannot_stage(*widths)
+        or latents.cannot_stage(*widths)
     )
 
 

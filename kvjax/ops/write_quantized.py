@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
 from kvjax.dispatch import Implementation, select
-from kvjax.ops import quantizing, row_copy, write_rows
+from kvjax.ops import latents, quantizing, row_copy, write_rows
 from kvjax.ops.narrow import narrow, quotient
 from kvjax.ops.types import Layer, Planes, Slots
 from kvjax.slots import are_there
@@ -18,12 +18,6 @@ from kvjax.slots import are_there
 LATENT_DTYPE = "float8_e4m3fn"
 
 _LARGEST = float(jnp.finfo(LATENT_DTYPE).max)
-
-# As many as a warpgroup has warps, each of which has a row to itself. One H200, 512 + 64: 4 096
-# tokens are written in 4.0 us, in 4.2 with 8 and 6.0 with 2; 16 384 in 12.2, 11.3 and 19.3.
-MAX_TOKENS = 4
-
-_WARPS, _LANES = 4, 32  # of a warpgroup, of a warp
 
 Part = Float[Array, "n 1 _"]
 
@@ -108,7 +102,7 @@ def _flat(part: Part) -> Float[Array, "n _"]:
 def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_slot: int) -> None:
     num_tokens = slots.shape[0]
     num_layers, num_rows, _ = planes[0].shape
-    block_tokens = quantizing.block_tokens(num_tokens, MAX_TOKENS)
+    block_tokens = latents.block_tokens(num_tokens)
     parts = latent, rope
     widths = [part.shape[-1] for part in parts]
 
@@ -117,9 +111,9 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
         grid=(pl.cdiv(num_tokens, block_tokens),),
         grid_names=("block",),
         scratch_types=(
-            [staged(block_tokens, part) for part in parts],
-            [staged(block_tokens, plane) for plane in planes[::2]],
-            plgpu.SMEM((turns(block_tokens), _WARPS), planes[1].dtype),
+            [latents.staged(block_tokens, part) for part in parts],
+            [latents.staged(block_tokens, plane) for plane in planes[::2]],
+            plgpu.SMEM((latents.turns(block_tokens), latents.WARPS), planes[1].dtype),
             plgpu.Barrier(num_arrivals=block_tokens * len(parts)),
         ),
         # Safe: a warp alone touches its tokens' rows, and what others or copies read is committed.
@@ -135,14 +129,14 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
             for i in range(block_tokens):
                 token = jnp.minimum(first + i, num_tokens - 1)
 
-                @pl.when(warp == row_of(i)[1])
+                @pl.when(warp == latents.row_of(i)[1])
                 def _load_token(i=i, token=token):
                     for gmem, smem, width in zip(
                         (latent_gmem, rope_gmem), given_smem, widths, strict=True
                     ):
                         plgpu.copy_gmem_to_smem(
                             gmem.at[token],
-                            smem.at[*row_of(i), pl.ds(0, width)],
+                            smem.at[*latents.row_of(i), pl.ds(0, width)],
                             loaded,
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                         )
@@ -151,12 +145,12 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
         place = layer_gmem[0]
         targets = [slots_gmem[jnp.minimum(first + i, num_tokens - 1)] for i in range(block_tokens)]
         plgpu.barrier_wait(loaded)
-        for turn in range(turns(block_tokens)):
+        for turn in range(latents.turns(block_tokens)):
             latent, rope = (
-                plgpu.layout_cast(smem[turn], registers(width)).astype(jnp.float32)
+                plgpu.layout_cast(smem[turn], latents.registers(width)).astype(jnp.float32)
                 for smem, width in zip(given_smem, widths, strict=True)
             )
-            amax = quantizing.amax_of(_without_padding(latent, widths[0]))
+            amax = quantizing.amax_of(latents.without_padding(latent, widths[0]))
             scale = quantizing.scale_of(amax, _LARGEST)
             quotients = quantizing.divided_in_kernel(latent, amax, scale)
             stored_smem[0][turn] = narrow(quotients, LATENT_DTYPE)
@@ -164,21 +158,22 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
             stored_smem[1][turn] = _scaled(rope, by_row, stored_smem[1])
             scales_smem[turn] = scale
         plgpu.commit_smem()
-        scales = [scales_smem[row_of(i)] for i in range(block_tokens)]  # not by a warp in JAX 0.11
+        # Here, because a warp by itself cannot load them in JAX 0.11.
+        scales = [scales_smem[latents.row_of(i)] for i in range(block_tokens)]
 
         @plgpu.warp_map
         def _store(warp):
             for i, (slot, scale) in enumerate(zip(targets, scales, strict=True)):
                 there = are_there(slot, first_slot, num_rows) & are_there(place, 0, num_layers)
 
-                @pl.when((warp == row_of(i)[1]) & there & (first + i < num_tokens))
+                @pl.when((warp == latents.row_of(i)[1]) & there & (first + i < num_tokens))
                 def _store_token(i=i, slot=slot, scale=scale):
                     scales_gmem[place, slot, 0] = scale
                     for smem, gmem, width in zip(
                         stored_smem, (latents_gmem, ropes_gmem), widths, strict=True
                     ):
                         plgpu.copy_smem_to_gmem(
-                            smem.at[*row_of(i), pl.ds(0, width)],
+                            smem.at[*latents.row_of(i), pl.ds(0, width)],
                             gmem.at[place, slot],
                             commit_group=False,
                         )
@@ -189,65 +184,12 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
     kernel(layer, slots, latent, rope, *planes)
 
 
-def _without_padding(
-    numbers: Float32[Array, "rows padded"], width: int
-) -> Float32[Array, "rows padded"]:
-    """``numbers``, zeros in place of the columns that are there for the lanes alone."""
-    if width == numbers.shape[-1]:
-        return numbers
-    columns = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 1, layout=registers(width))
-    return jnp.where(columns < width, numbers, 0.0)
-
-
-def staged(num_tokens: int, array: Any) -> Any:
-    """Shared memory for rows of ``array``, and for those that are there for the warps alone."""
-    # Eight rows that are loaded at once, JAX would swizzle, and copy by tensor maps.
-    return plgpu.SMEM((turns(num_tokens), _WARPS, _padded(array.shape[-1])), array.dtype)
-
-
-def turns(num_tokens: int) -> int:
-    """How often the warps take a row each."""
-    return pl.cdiv(num_tokens, _WARPS)
-
-
-def row_of(token: int) -> tuple[int, int]:
-    """The turn and the warp that a token of a block has its ``staged`` row in."""
-    return divmod(token, _WARPS)
-
-
-def registers(width: int) -> Any:
-    """Which thread has which numbers of the rows of a turn; a row is all in one warp."""
-    vector = _vector(width)
-    tiling = plgpu.Tiling(((_WARPS, _LANES * vector), (vector,)))
-    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
-
-
-def _vector(width: int) -> int:
-    """How many numbers a lane loads at once."""
-    return 2 if width <= 2 * _LANES else 4
-
-
-def _padded(width: int) -> int:
-    """The columns that a row is computed with: as many for each lane."""
-    at_once = _LANES * _vector(width)
-    return pl.cdiv(width, at_once) * at_once
-
-
-def cannot_stage(latent_dim: int, rope_dim: int) -> str | None:
-    """Why a block cannot hold such rows twice, the latent's in 8 bits once, with 32 bits else."""
-    num_rows = turns(MAX_TOKENS) * _WARPS
-    num_bytes = num_rows * ((4 + 1) * _padded(latent_dim) + (4 + 4) * _padded(rope_dim))
-    if num_bytes > row_copy.MAX_SHARED_BYTES:
-        return f"rows of {latent_dim + rope_dim} numbers are more than a block can stage"
-    return None
-
-
 def cannot_write(planes: Planes, latent: Part, rope: Part) -> str | None:
     """Why the kernel cannot write such rows, whatever the machine."""
     return (
         row_copy.cannot_copy((planes[0], planes[2]))
         or row_copy.cannot_copy((latent[None], rope[None]))
-        or cannot_stage(latent.shape[-1], rope.shape[-1])
+        or latents.cannot_stage(latent.shape[-1], rope.shape[-1])
     )
 
 
