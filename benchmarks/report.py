@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+PANELS_IN_A_ROW = 5
+
 LABELS: dict[str, str] = {
     "mosaic_gpu": "kvjax, Mosaic GPU",
     "reference": "XLA",
@@ -121,13 +123,23 @@ def _plot(path: pathlib.Path, figures: list[Figure], about: dict[str, str]) -> N
 
     cases = list(dict.fromkeys(figure.case for figure in figures))
     labels = list(dict.fromkeys(_label(figure) for figure in figures))
-    figure, axes = pyplot.subplots(
-        1, len(cases), figsize=(3 * len(cases), 3.8), sharey=True, layout="constrained"
+    columns = min(len(cases), PANELS_IN_A_ROW)
+    rows = -(-len(cases) // columns)
+    figure, grid = pyplot.subplots(
+        rows,
+        columns,
+        figsize=(3 * columns, 3 * rows + 0.8),
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
     )
+    axes = list(grid.flat)
+    for axis in axes[len(cases) :]:
+        axis.set_visible(False)
     lines: dict[str, Any] = {}
     # Rows of a few tokens stay in caches, which are faster than a copy.
     highest = max(1, *(1.05 * (f.share or 0) for f in figures))
-    for axis, case in zip([axes] if len(cases) == 1 else axes, cases, strict=True):
+    for axis, case in zip(axes, cases, strict=False):
         for color, label in enumerate(labels):  # the same color everywhere
             points = [f for f in figures if (f.case, _label(f)) == (case, label)]
             if points:
