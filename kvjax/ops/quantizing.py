@@ -26,11 +26,7 @@ def amax_of(values: Float32[Array, "*n width"]) -> Float32[Array, "*n"]:
     """
     # As integers, NaNs are the largest; of numbers, XLA's maximum on CPU loses some.
     magnitudes = jax.lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
-    return bounded(jax.lax.bitcast_convert_type(magnitudes.max(axis=-1), jnp.float32))
-
-
-def bounded(amax: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
-    """``amax`` as a scale can be made of it."""
+    amax = jax.lax.bitcast_convert_type(magnitudes.max(axis=-1), jnp.float32)
     return jnp.clip(amax, SMALLEST_AMAX, _LARGEST_AMAX)
 
 

@@ -21,6 +21,7 @@ from kvjax.pools.pool import (
     LayerId,
     Pool,
     as_values,
+    cast,
     implementation_for,
     slots_of,
     typed,
@@ -89,23 +90,24 @@ def read(
       pool: read, not changed.
       layer_id: the model's layer number, a Python int or a traced scalar.
       slots: which rows, in any order and as often as wanted.
-      dtype: of both results; the pool's of each if ``None``, which is the model's where it is
-        quantised.
+      dtype: of both results, cast as ``ops.narrow`` says; the pool's of each if ``None``, which is
+        the model's where it is quantised.
       implementation: of ``ops.read_rows``, or of ``ops.read_quantized_kv``.
 
     Raises:
-      GeometryError: not a pool of K and V, the layer is not on this rank, or a quantised pool
-        cannot be read in that dtype.
+      GeometryError: not a pool of K and V, the layer is not on this rank, or a dtype that no pool
+        has.
       IndexError: in checks mode, a slot is not there.
     """
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots)
     implementation = implementation_for(pool, implementation)
-    if geometry.quantization is not None:
-        dtype = dtype_name(geometry.dtype if dtype is None else dtype)
-        return _read_quantized(pool, index, slots, dtype, implementation=implementation)
-    return _read(pool, index, slots, dtype, implementation=implementation)
+    name = None if dtype is None else dtype_name(dtype)
+    if geometry.quantization is None:
+        return _read(pool, index, slots, name, implementation=implementation)
+    name = name or geometry.dtype
+    return _read_quantized(pool, index, slots, name, implementation=implementation)
 
 
 def _geometry(pool: Pool) -> MHAGeometry:
@@ -162,15 +164,15 @@ def _read(
     pool: Pool,
     index: LayerId,
     slots: Int32[Array, " n"],
-    dtype: DTypeLike | None,
+    dtype: str | None,
     implementation: str | None,
 ) -> tuple[Float[Array, "n num_kv_heads _"], Float[Array, "n num_kv_heads _"]]:
     first_slot = pool.geometry.first_slot
     rows = read_rows(
         pool.planes, index, slots, first_slot=first_slot, implementation=implementation
     )
-    k, v = typed(pool, rows)
-    return (k, v) if dtype is None else (k.astype(dtype), v.astype(dtype))
+    k, v = cast(typed(pool, rows), dtype)
+    return k, v
 
 
 @partial(jax.jit, static_argnames=("dtype", "implementation"))

@@ -20,6 +20,7 @@ from kvjax.pools.pool import (
     LayerId,
     Pool,
     as_values,
+    cast,
     implementation_for,
     slots_of,
     typed,
@@ -100,12 +101,13 @@ def read(
       pool: read, not changed.
       layer_id: the model's layer number, a Python int or a traced scalar.
       slots: which rows, in any order and as often as wanted.
-      dtype: of the result; the pool's if ``None``, which is the model's where it is quantised.
+      dtype: of the result, cast as ``ops.narrow`` says; the pool's if ``None``, which is the
+        model's where it is quantised.
       implementation: of ``ops.read_latent_rope``, or of ``ops.read_quantized``.
 
     Raises:
-      GeometryError: not a pool of latent rows, the layer is not on this rank, or a quantised pool
-        cannot be read in that dtype.
+      GeometryError: not a pool of latent rows, the layer is not on this rank, or a dtype that no
+        pool has.
       IndexError: in checks mode, a slot is not there.
 
     Source: TokenSpeed ``get_mla_kv_buffer`` (B-M-17).
@@ -114,10 +116,9 @@ def read(
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots)
     implementation = implementation_for(pool, implementation)
-    if geometry.quantization is not None:
-        dtype = dtype_name(geometry.dtype if dtype is None else dtype)
-        return _read_quantized(pool, index, slots, dtype, implementation=implementation)
-    return _read(pool, index, slots, dtype, implementation=implementation)
+    dtype = dtype_name(geometry.dtype if dtype is None else dtype)
+    read = _read if geometry.quantization is None else _read_quantized
+    return read(pool, index, slots, dtype, implementation=implementation)
 
 
 def _geometry(pool: Pool) -> MLAGeometry:
@@ -155,7 +156,7 @@ def _read(
     pool: Pool,
     index: LayerId,
     slots: Int32[Array, " n"],
-    dtype: DTypeLike | None,
+    dtype: str,
     implementation: str | None,
 ) -> tuple[Float[Array, "n 1 _"], Float[Array, "n 1 _"]]:
     geometry = _geometry(pool)
@@ -169,8 +170,8 @@ def _read(
         implementation=implementation,
     )
     (latent,), (rope,) = typed(pool, [latent]), typed(pool, [rope])
-    dtype = geometry.dtype if dtype is None else dtype
-    return latent.astype(dtype), rope.astype(dtype)
+    latent, rope = cast((latent, rope), dtype)
+    return latent, rope
 
 
 @partial(jax.jit, static_argnames=("dtype", "implementation"))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from kvjax.errors import GeometryError, UnsupportedError
 from kvjax.geometry import Geometry
+from kvjax.ops.narrow import narrow
 from kvjax.slots import are_there, as_slots, check
 
 Rows = tuple[Shaped[Array, "..."], ...]
@@ -147,6 +148,13 @@ def _view(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: 
 def typed(pool: Pool, rows: Sequence[Shaped[Array, "..."]]) -> Rows:
     """Rows as the planes store them in the planes' dtypes."""
     return _reinterpret(rows, [spec.dtype for spec in pool.geometry.planes])
+
+
+def cast(rows: Sequence[Float[Array, "..."]], dtype: str | None) -> Rows:
+    """Rows in ``dtype``, as ``ops.narrow`` casts them; as they are if ``None``."""
+    if dtype is None:
+        return tuple(rows)
+    return _reinterpret([narrow(new, dtype) for new in rows], [dtype] * len(rows))
 
 
 def _reinterpret(rows: Sequence[Shaped[Array, "..."]], dtypes: Sequence[str]) -> Rows:
