@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.ops import quantizing
-from kvjax.ops.row_copy import MAX_SHARED_BYTES
+from kvjax.ops.row_copy import LANES, MAX_SHARED_BYTES, WARPS
 from kvjax.ops.sides import COPY_BYTES
 
 # One H200, 16 384 tokens of 2 x 8 heads of 128, read from int8: 28.0 us with 2 tokens a block, 28.5
@@ -20,7 +20,6 @@ _MAX_TOKENS = 2
 # have 64, 128 or 256 numbers, 207 whatever they have, and spills none.
 _NUMBERS_OF_THREAD = 16
 
-_WARPS, _LANES = 4, 32  # of a warpgroup, of a warp
 _VECTOR = 4  # numbers that a lane loads at once: 16 bytes, where they are float32
 _ALIGNMENT = 1024  # of an array in shared memory
 
@@ -36,28 +35,28 @@ def of(*arrays: Any) -> list[Heads]:
 def registers(head_dim: int) -> Any:
     """Which thread has which numbers of ``[heads, head_dim]``; a head is all in one warp."""
     lanes = _lanes(head_dim)
-    heads, columns = _LANES // lanes, lanes * _VECTOR  # of a warp
+    heads, columns = LANES // lanes, lanes * _VECTOR  # of a warp
     if heads == 1:
-        return plgpu.Layout.TILED(plgpu.Tiling(((_WARPS, columns), (_VECTOR,))), (-3,), (-2,), -1)
-    tiling = plgpu.Tiling(((_WARPS * heads, columns), (heads, columns), (_VECTOR,)))
+        return quantizing.row_in_a_warp(_VECTOR)
+    tiling = plgpu.Tiling(((WARPS * heads, columns), (heads, columns), (_VECTOR,)))
     return plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
 
 
 def _lanes(head_dim: int) -> int:
     """How many lanes share a head: as many as have the same number of vectors of it."""
-    return math.gcd(head_dim // _VECTOR, _LANES)
+    return math.gcd(head_dim // _VECTOR, LANES)
 
 
 def _padded(num_heads: int, head_dim: int) -> int:
     """The heads that a token is computed with: as many for each warp."""
-    at_once = _WARPS * _LANES // _lanes(head_dim)
+    at_once = WARPS * LANES // _lanes(head_dim)
     return pl.cdiv(num_heads, at_once) * at_once
 
 
 def chunks(num_heads: int, head_dim: int) -> Iterator[Any]:
     """A token's heads, and those that are there for the warps alone, some at a time."""
     padded = _padded(num_heads, head_dim)
-    step = _padded(pl.cdiv(_NUMBERS_OF_THREAD * _WARPS * _LANES, head_dim), head_dim)
+    step = _padded(pl.cdiv(_NUMBERS_OF_THREAD * WARPS * LANES, head_dim), head_dim)
     for first in range(0, padded, step):
         yield pl.ds(first, min(step, padded - first))
 

@@ -7,16 +7,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32
 
-from kvjax.ops import quantizing, row_copy
+from kvjax.ops import quantizing
+from kvjax.ops.row_copy import LANES, MAX_SHARED_BYTES, WARPS
 
 # As many as there are warps, each of which has a row to itself. One H200, 512 + 64: 4 096 tokens
 # are written in 4.0 us, in 4.2 with 8 and 6.0 with 2; 16 384 in 12.2, 11.3 and 19.3.
 _MAX_TOKENS = 4
-
-WARPS = 4
-"""Of a warpgroup."""
-
-_LANES = 32  # of a warp
 
 
 def block_tokens(num_tokens: int) -> int:
@@ -52,19 +48,17 @@ def row_of(token: int) -> tuple[int, int]:
 
 def registers(width: int) -> Any:
     """Which thread has which numbers of the rows of a turn; a row is all in one warp."""
-    vector = _vector(width)
-    tiling = plgpu.Tiling(((WARPS, _LANES * vector), (vector,)))
-    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
+    return quantizing.row_in_a_warp(_vector(width))
 
 
 def _vector(width: int) -> int:
     """How many numbers a lane loads at once."""
-    return 2 if width <= 2 * _LANES else 4
+    return 2 if width <= 2 * LANES else 4
 
 
 def _padded(width: int) -> int:
     """The columns that a row is computed with: as many for each lane."""
-    at_once = _LANES * _vector(width)
+    at_once = LANES * _vector(width)
     return pl.cdiv(width, at_once) * at_once
 
 
@@ -72,6 +66,6 @@ def cannot_stage(latent_dim: int, rope_dim: int) -> str | None:
     """Why a block cannot hold such rows twice, the latent's in 8 bits once, with 32 bits else."""
     num_rows = turns(_MAX_TOKENS) * WARPS
     num_bytes = num_rows * ((4 + 1) * _padded(latent_dim) + (4 + 4) * _padded(rope_dim))
-    if num_bytes > row_copy.MAX_SHARED_BYTES:
+    if num_bytes > MAX_SHARED_BYTES:
         return f"rows of {latent_dim + rope_dim} numbers are more than a block can stage"
     return None

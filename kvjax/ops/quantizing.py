@@ -1,7 +1,10 @@
 """What operations share that store rows in 8 bits: their scales, and division by these."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32
 
 from kvjax.ops import row_copy
@@ -17,6 +20,12 @@ _LARGER = 2.0**64
 def block_tokens(num_tokens: int, most: int) -> int:
     """How many tokens a block takes: ``most``, or fewer where that leaves too few blocks."""
     return max(1, min(most, num_tokens // row_copy.NUM_BLOCKS))
+
+
+def row_in_a_warp(vector: int) -> Any:
+    """The layout in which each warp has a row, of which a lane holds ``vector`` numbers at once."""
+    tiling = plgpu.Tiling(((row_copy.WARPS, row_copy.LANES * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
 
 
 def amax_of(values: Float32[Array, "*n width"]) -> Float32[Array, "*n"]:

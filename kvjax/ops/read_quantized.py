@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import latents, read_rows, row_copy
-from kvjax.ops.narrow import narrow
+from kvjax.ops.narrow import narrow, typed
 from kvjax.ops.types import Layer, Planes, Slots
 from kvjax.ops.write_quantized import LATENT_DTYPE
 from kvjax.slots import are_there
@@ -64,11 +64,6 @@ def _as_float32(
 ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*_"]]:
     latent = jax.lax.bitcast_convert_type(latent, LATENT_DTYPE)
     return latent.astype(jnp.float32), rope.astype(jnp.float32)
-
-
-def typed(part: Shaped[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
-    """What ``narrow`` returned, in ``dtype`` where it is the bits."""
-    return part if part.dtype == dtype else jax.lax.bitcast_convert_type(part, dtype)
 
 
 def _mosaic_gpu(

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from kvjax.dispatch import Implementation, select
 from kvjax.ops import heads, read_rows, row_copy
-from kvjax.ops.narrow import narrow
-from kvjax.ops.read_quantized import typed
+from kvjax.ops.narrow import narrow, typed
 from kvjax.ops.types import Layer, Planes, Slots
 from kvjax.ops.write_quantized_kv import FP8, kernel_views
 from kvjax.slots import are_there

@@ -37,7 +37,7 @@ ONE_BLOCK_TOKENS = 64
 # Later ones that are no data-centre GPUs have the copies, but half the shared memory.
 _CAPABILITIES = {"9", "10"}
 
-_WARPS = 4  # of a warpgroup
+WARPS, LANES = 4, 32  # of a warpgroup, of a warp
 _ZERO_BYTES = 1024  # what a warpgroup sets at once: 128 threads, 8 bytes each
 
 
@@ -129,7 +129,7 @@ def _piece(plane: jax.Array) -> tuple[int, Any]:
 
 def _at_most(num_tokens: int, num_elements: int) -> int:
     """``num_tokens`` or, where they are fewer, those of which a block holds the elements."""
-    return min(num_tokens, _WARPS * (MAX_ELEMENTS // num_elements)) if num_elements else num_tokens
+    return min(num_tokens, WARPS * (MAX_ELEMENTS // num_elements)) if num_elements else num_tokens
 
 
 def fits_one_block(planes: Planes, num_tokens: int) -> bool:
@@ -172,7 +172,7 @@ def copy_rows(
         scratch_types=(
             [plgpu.SMEM((tokens_per_block, width), dtype) for width, dtype in bulk.values()],
             [plgpu.SMEM((_ZERO_BYTES // dtype.itemsize,), dtype) for _, dtype in bulk.values()],
-            plgpu.Barrier(num_arrivals=tokens_per_block * len(bulk) + _WARPS * bool(elements)),
+            plgpu.Barrier(num_arrivals=tokens_per_block * len(bulk) + WARPS * bool(elements)),
         ),
         # Safe: asynchronous copies alone touch the rows, and zeros are committed before use.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
@@ -241,10 +241,10 @@ def copy_rows(
 
             def share_of(warp):
                 def turn(j, _):
-                    i = warp + j * _WARPS
+                    i = warp + j * WARPS
                     pl.when(i < tokens_per_block)(lambda: body(i))
 
-                jax.lax.fori_loop(0, pl.cdiv(tokens_per_block, _WARPS), turn, None)
+                jax.lax.fori_loop(0, pl.cdiv(tokens_per_block, WARPS), turn, None)
                 plgpu.commit_smem_to_gmem_group()
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -267,8 +267,8 @@ def copy_rows(
 
         def move_elements(warp):
             """Loads those of all the warp's tokens, to wait for memory once, then stores them."""
-            share = range(pl.cdiv(tokens_per_block, _WARPS))
-            found = [find_elements(warp + j * _WARPS) for j in share]
+            share = range(pl.cdiv(tokens_per_block, WARPS))
+            found = [find_elements(warp + j * WARPS) for j in share]
             if out_of:  # what is loaded here may be what another warp of the block overwrites
                 plgpu.barrier_arrive(loaded)
                 plgpu.barrier_wait(loaded)

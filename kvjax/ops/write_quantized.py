@@ -113,7 +113,7 @@ def _launch(planes: Any, layer: Any, slots: Any, latent: Any, rope: Any, first_s
         scratch_types=(
             [latents.staged(block_tokens, part) for part in parts],
             [latents.staged(block_tokens, plane) for plane in planes[::2]],
-            plgpu.SMEM((latents.turns(block_tokens), latents.WARPS), planes[1].dtype),
+            plgpu.SMEM((latents.turns(block_tokens), row_copy.WARPS), planes[1].dtype),
             plgpu.Barrier(num_arrivals=block_tokens * len(parts)),
         ),
         # Safe: a warp alone touches its tokens' rows, and what others or copies read is committed.

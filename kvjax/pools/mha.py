@@ -21,11 +21,11 @@ from kvjax.pools.pool import (
     LayerId,
     Pool,
     as_values,
-    cast,
+    dequantized,
     implementation_for,
     slots_of,
-    typed,
     update,
+    view,
 )
 
 Scale = float | Shaped[Array, ""] | Shaped[Array, "1"]
@@ -102,12 +102,19 @@ def read(
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots)
-    implementation = implementation_for(pool, implementation)
     name = None if dtype is None else dtype_name(dtype)
     if geometry.quantization is None:
-        return _read(pool, index, slots, name, implementation=implementation)
-    name = name or geometry.dtype
-    return _read_quantized(pool, index, slots, name, implementation=implementation)
+        k, v = view(read_rows, pool, index, slots, dtype=name, implementation=implementation)
+    else:
+        k, v = dequantized(
+            read_quantized_kv,
+            pool,
+            index,
+            slots,
+            dtype=name or geometry.dtype,
+            implementation=implementation,
+        )
+    return k, v
 
 
 def _geometry(pool: Pool) -> MHAGeometry:
@@ -157,37 +164,3 @@ def _write(
         for value, spec, scale in zip(values, pool.geometry.planes, scales, strict=True)
     )
     return update(write_rows, pool, index, slots, rows, implementation=implementation)
-
-
-@partial(jax.jit, static_argnames=("dtype", "implementation"))
-def _read(
-    pool: Pool,
-    index: LayerId,
-    slots: Int32[Array, " n"],
-    dtype: str | None,
-    implementation: str | None,
-) -> tuple[Float[Array, "n num_kv_heads _"], Float[Array, "n num_kv_heads _"]]:
-    first_slot = pool.geometry.first_slot
-    rows = read_rows(
-        pool.planes, index, slots, first_slot=first_slot, implementation=implementation
-    )
-    k, v = cast(typed(pool, rows), dtype)
-    return k, v
-
-
-@partial(jax.jit, static_argnames=("dtype", "implementation"))
-def _read_quantized(
-    pool: Pool,
-    index: LayerId,
-    slots: Int32[Array, " n"],
-    dtype: str,
-    implementation: str | None,
-) -> tuple[Float[Array, "n num_kv_heads _"], Float[Array, "n num_kv_heads _"]]:
-    return read_quantized_kv(
-        pool.planes,
-        index,
-        slots,
-        first_slot=pool.geometry.first_slot,
-        dtype=dtype,
-        implementation=implementation,
-    )

@@ -21,6 +21,7 @@ from kvjax.pools.pool import (
     Pool,
     as_values,
     cast,
+    dequantized,
     implementation_for,
     slots_of,
     typed,
@@ -115,10 +116,14 @@ def read(
     geometry = _geometry(pool)
     index = geometry.layers.local(layer_id)
     slots = slots_of(pool, slots)
-    implementation = implementation_for(pool, implementation)
     dtype = dtype_name(geometry.dtype if dtype is None else dtype)
-    read = _read if geometry.quantization is None else _read_quantized
-    return read(pool, index, slots, dtype, implementation=implementation)
+    if geometry.quantization is None:
+        implementation = implementation_for(pool, implementation)
+        return _read(pool, index, slots, dtype, implementation=implementation)
+    latent, rope = dequantized(
+        read_quantized, pool, index, slots, dtype=dtype, implementation=implementation
+    )
+    return latent, rope
 
 
 def _geometry(pool: Pool) -> MLAGeometry:
@@ -172,21 +177,3 @@ def _read(
     (latent,), (rope,) = typed(pool, [latent]), typed(pool, [rope])
     latent, rope = cast((latent, rope), dtype)
     return latent, rope
-
-
-@partial(jax.jit, static_argnames=("dtype", "implementation"))
-def _read_quantized(
-    pool: Pool,
-    index: LayerId,
-    slots: Int32[Array, " n"],
-    dtype: str,
-    implementation: str | None,
-) -> tuple[Float[Array, "n 1 _"], Float[Array, "n 1 _"]]:
-    return read_quantized(
-        pool.planes,
-        index,
-        slots,
-        first_slot=pool.geometry.first_slot,
-        dtype=dtype,
-        implementation=implementation,
-    )

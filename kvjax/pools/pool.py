@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from kvjax.errors import GeometryError, UnsupportedError
 from kvjax.geometry import Geometry
-from kvjax.ops.narrow import narrow
+from kvjax.ops import narrow
 from kvjax.slots import are_there, as_slots, check
 
 Rows = tuple[Shaped[Array, "..."], ...]
@@ -112,11 +112,27 @@ def update(
 
 
 def view(
-    operation: Callable[..., Any], pool: Pool, *operands: Any, implementation: str | None = None
+    operation: Callable[..., Any],
+    pool: Pool,
+    *operands: Any,
+    dtype: str | None = None,
+    implementation: str | None = None,
 ) -> Rows:
-    """What ``operation`` reads in the pool's planes."""
+    """What ``operation`` reads in the pool's planes, in their dtypes or ``cast``."""
     implementation = implementation_for(pool, implementation)
-    return _view(operation, pool, *operands, implementation=implementation)
+    return _view(operation, pool, *operands, dtype=dtype, implementation=implementation)
+
+
+def dequantized(
+    operation: Callable[..., Any],
+    pool: Pool,
+    *operands: Any,
+    dtype: str,
+    implementation: str | None = None,
+) -> tuple[Any, ...]:
+    """What ``operation`` makes of the planes of a quantised pool, numbers in ``dtype``."""
+    implementation = implementation_for(pool, implementation)
+    return _dequantized(operation, pool, *operands, dtype=dtype, implementation=implementation)
 
 
 def implementation_for(pool: Pool, name: str | None) -> str | None:
@@ -139,29 +155,32 @@ def _update(operation: Callable[..., Any], pool: Pool, *operands: Any, **options
     return dataclasses.replace(pool, planes=planes)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="implementation")
-def _view(operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any) -> Rows:
+@partial(jax.jit, static_argnums=0, static_argnames=("dtype", "implementation"))
+def _view(
+    operation: Callable[..., Any], pool: Pool, *operands: Any, dtype: str | None, **options: Any
+) -> Rows:
     rows = operation(pool.planes, *operands, first_slot=pool.geometry.first_slot, **options)
-    return typed(pool, rows)
+    return cast(typed(pool, rows), dtype)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("dtype", "implementation"))
+def _dequantized(
+    operation: Callable[..., Any], pool: Pool, *operands: Any, **options: Any
+) -> tuple[Any, ...]:
+    return operation(pool.planes, *operands, first_slot=pool.geometry.first_slot, **options)
 
 
 def typed(pool: Pool, rows: Sequence[Shaped[Array, "..."]]) -> Rows:
     """Rows as the planes store them in the planes' dtypes."""
-    return _reinterpret(rows, [spec.dtype for spec in pool.geometry.planes])
+    specs = pool.geometry.planes
+    return tuple(narrow.typed(new, spec.dtype) for new, spec in zip(rows, specs, strict=True))
 
 
 def cast(rows: Sequence[Float[Array, "..."]], dtype: str | None) -> Rows:
     """Rows in ``dtype``, as ``ops.narrow`` casts them; as they are if ``None``."""
     if dtype is None:
         return tuple(rows)
-    return _reinterpret([narrow(new, dtype) for new in rows], [dtype] * len(rows))
-
-
-def _reinterpret(rows: Sequence[Shaped[Array, "..."]], dtypes: Sequence[str]) -> Rows:
-    return tuple(
-        new if new.dtype == dtype else jax.lax.bitcast_convert_type(new, dtype)
-        for new, dtype in zip(rows, dtypes, strict=True)
-    )
+    return tuple(narrow.typed(narrow.narrow(new, dtype), dtype) for new in rows)
 
 
 def slots_of(
@@ -244,8 +263,10 @@ def require_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> None:
 def as_rows(pool: Pool, rows: Sequence[Any], *leading: int) -> Rows:
     """``rows``, as ``require_rows`` wants them, the way that planes store them."""
     require_rows(pool, rows, *leading)
-    dtypes = [spec.storage_dtype for spec in pool.geometry.planes]
-    return _reinterpret([_own(new) for new in rows], dtypes)
+    specs = pool.geometry.planes
+    return tuple(
+        narrow.typed(_own(new), spec.storage_dtype) for new, spec in zip(rows, specs, strict=True)
+    )
 
 
 def _own(values: Any) -> Array:

@@ -16,7 +16,8 @@ from kvtorch.ops.narrow import narrow
 STORED = torch.float8_e4m3fn
 _LARGEST_ROPE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16)}
 
-# Latents a program writes: as in write_latent_rope, whose measurements these are.
+# Latents a program writes. One H200, 512 + 64 bfloat16, 16 384 tokens: 9.7 us with 2 048 and 4
+# warps, 9.8 with 2; with 1 024 10.5 with 2 warps, 12.2 with 4.
 TILE = 2048
 
 

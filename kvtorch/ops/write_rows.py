@@ -220,12 +220,14 @@ def _source(plane, width, rows, scale, all_layers) -> tuple[Any, ...]:
         kind, scale = _NO_SCALE, 1.0
     else:
         kind = _TENSOR if isinstance(scale, torch.Tensor) else _NUMBER
-    if rows.is_contiguous() and not all_layers:
-        return rows, (0, width, scale), (kind, dtypes)
-    rows = launch.in_rows(rows, plane.dim() - 2)
-    layer_stride, stride = rows.stride()[:2] if all_layers else (0, rows.stride()[0])
-    key = (kind, dtypes, layer_stride % 16, layer_stride == 1, stride % 16, stride == 1)
-    return rows, (layer_stride, stride, scale), key
+    layer_stride = 0
+    if all_layers:
+        rows = launch.in_rows(rows, plane.dim() - 2)
+        layer_stride, stride = rows.stride()[:2]
+        lie = (layer_stride % 16, layer_stride == 1, stride % 16, stride == 1)
+    else:
+        rows, stride, lie = launch.as_rows(rows, width)
+    return rows, (layer_stride, stride, scale), (kind, dtypes, lie)
 
 
 def _triton_why_not(planes) -> str | None:

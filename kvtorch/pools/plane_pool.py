@@ -282,7 +282,11 @@ class PlanePool:
 
     def _layer(self, plane: int, layer_id: int) -> torch.Tensor:
         """One layer of a plane, in the dtype it stands for, once it has been transferred."""
-        layer = self._layers[plane * self.layer_num + self._ready(layer_id)]
+        return self._layer_at(plane, self._ready(layer_id))
+
+    def _layer_at(self, plane: int, position: int) -> torch.Tensor:
+        """The layer at that position of a plane, in the dtype it stands for."""
+        layer = self._layers[plane * self.layer_num + position]
         # Viewed here, not once for all: torch compiles no graph that changes one tensor and reads
         # another of the same memory in another dtype.
         return layer if self._dtypes is None else layer.view(self._dtypes[plane])

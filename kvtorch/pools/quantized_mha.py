@@ -177,9 +177,5 @@ class QuantizedMHATokenToKVPool(KVCache):
         )
 
     def _with_scales(self, plane: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer of a plane, in the dtype it stands for, and of the plane behind it."""
-        first = plane * self.layer_num + position
-        values, scales = self._layers[first], self._layers[first + self.layer_num]
-        # Viewed here, not once for all, as in _layer.
-        values = values if self._dtypes is None else values.view(self._dtypes[plane])
-        return values, scales
+        """One layer of a plane, and of the plane behind it."""
+        return self._layer_at(plane, position), self._layer_at(plane + 1, position)
